@@ -1,0 +1,189 @@
+"""Which sequence holds which physical block of the KV pool. One table serves all DCP ranks; no torch.
+
+Free space is a sorted list of extents. An attention back end reads consecutive blocks in place, so the allocator keeps a
+sequence in few runs: it grows into the block behind its last one, and a new sequence starts where both it and
+the sequence in front of it have room to grow::
+
+    [A A A . . . . . . . . .]   B comes: middle of the largest free extent
+    [A A A . . . . B B . . .]   A and B grow to the right without being cut up
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Hashable, Iterable, Iterator
+
+from megatron_dcp.config import check_at_least
+
+
+class OutOfBlocks(ValueError):
+    """The pool has too few free blocks for a reservation. Nothing was reserved.
+
+    Attributes:
+        needed: Blocks that were asked for beyond those the sequence holds.
+        free: Blocks that were free.
+        permanent: The sequence would not fit into the empty pool either, so waiting is no use.
+    """
+
+    def __init__(self, message: str, *, needed: int, free: int, permanent: bool) -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+        self.permanent = permanent
+
+
+class BlockPool:
+    """Block tables of the live sequences over ``num_blocks`` physical blocks.
+
+    Every rank of a DCP group gives its pool the same calls and so holds the same tables.
+
+    Args:
+        num_blocks: Physical blocks of the pool on every rank.
+        tokens_per_block: ``KVLayout.logical_block_tokens``, tokens that a block holds over the whole DCP group; only
+            used to state sizes in tokens in error messages.
+    """
+
+    def __init__(self, num_blocks: int, *, tokens_per_block: int | None = None) -> None:
+        check_at_least("num_blocks", num_blocks, 1)
+        self.num_blocks = num_blocks
+        self._tokens_per_block = tokens_per_block
+        self._tables: dict[Hashable, list[int]] = {}
+        # Free extents [start, stop), disjoint and not adjacent: their starts in order, and start -> stop.
+        self._starts = [0]
+        self._stops = {0: num_blocks}
+        self._num_free = num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence holds."""
+        return self._num_free
+
+    @property
+    def sequences(self) -> tuple[Hashable, ...]:
+        """Live sequences, oldest first."""
+        return tuple(self._tables)
+
+    def table(self, seq: Hashable) -> list[int]:
+        """Physical blocks of a live sequence in the order of its tokens (a copy). ``KeyError`` if it is unknown."""
+        return self._tables[seq].copy()
+
+    def missing(self, seq: Hashable, num_blocks: int) -> int:
+        """Free blocks that ``reserve(seq, num_blocks)`` would take."""
+        return max(0, num_blocks - len(self._tables.get(seq, ())))
+
+    def reserve(self, seq: Hashable, num_blocks: int) -> None:
+        """Let the table of ``seq``, a new or a live sequence, have at least ``num_blocks`` entries in all.
+
+        Entries that it has never move. A new sequence lies in one run if any free extent is large enough.
+
+        Raises:
+            OutOfBlocks: Too few blocks are free; nothing has changed.
+        """
+        check_at_least("num_blocks", num_blocks, 0)
+        needed = self.missing(seq, num_blocks)
+        if needed > self._num_free:
+            raise self._out_of_blocks(seq, num_blocks, needed)
+        table = self._tables.setdefault(seq, [])
+        while needed:
+            start, stop = self._next_run(table, needed)
+            self._take(start, stop)
+            table.extend(range(start, stop))
+            needed -= stop - start
+
+    def free(self, seq: Hashable) -> None:
+        """Give back all blocks of a live sequence and forget it. ``KeyError`` if it is unknown."""
+        for start, stop in _runs(self._tables.pop(seq)):
+            self._give(start, stop)
+
+    def check_integrity(self) -> None:
+        """Raise ``AssertionError`` saying what is wrong unless every block is free or held by one sequence."""
+        holder: dict[int, str] = {}
+        for start in self._starts:
+            for block in range(start, self._stops[start]):
+                _claim(holder, block, "the free list")
+        num_free = len(holder)
+        for seq, table in self._tables.items():
+            for block in table:
+                _claim(holder, block, f"sequence {seq!r}")
+        lost = sorted(set(range(self.num_blocks)) - holder.keys())
+        foreign = sorted(holder.keys() - set(range(self.num_blocks)))
+        if lost or foreign:
+            raise AssertionError(f"blocks that nobody holds: {lost}; blocks outside the pool: {foreign}")
+        if num_free != self._num_free:
+            raise AssertionError(f"num_free is {self._num_free}, but {num_free} blocks are free")
+        extents = [(start, self._stops[start]) for start in self._starts]
+        if len(self._stops) != len(extents) or any(a[1] >= b[0] for a, b in zip(extents, extents[1:], strict=False)):
+            raise AssertionError(f"free extents are not in order, disjoint and merged: {extents}")
+
+    def _next_run(self, table: list[int], needed: int) -> tuple[int, int]:
+        """Free blocks ``[start, stop)``, at most ``needed``, that go to the end of ``table`` next."""
+        if table and table[-1] + 1 in self._stops:
+            start = table[-1] + 1
+            return start, min(self._stops[start], start + needed)
+        start = max(self._starts, key=lambda start: self._stops[start] - start)
+        stop = self._stops[start]
+        # A sequence that ends right in front of the extent would be stopped by a run at its start.
+        if any(other and other[-1] + 1 == start for other in self._tables.values()):
+            start += max(0, stop - start - needed) // 2
+        return start, min(stop, start + needed)
+
+    def _take(self, start: int, stop: int) -> None:
+        """Cut ``[start, stop)`` out of the free extent that contains it."""
+        left = self._starts.pop(bisect_right(self._starts, start) - 1)
+        right = self._stops.pop(left)
+        assert left <= start < stop <= right, f"[{start}, {stop}) is not inside the free extent [{left}, {right})"
+        for rest_start, rest_stop in ((left, start), (stop, right)):
+            if rest_start < rest_stop:
+                insort(self._starts, rest_start)
+                self._stops[rest_start] = rest_stop
+        self._num_free -= stop - start
+
+    def _give(self, start: int, stop: int) -> None:
+        """Return ``[start, stop)`` to the free extents and merge it with its neighbours."""
+        self._num_free += stop - start
+        at = bisect_left(self._starts, start)
+        if at < len(self._starts) and self._starts[at] == stop:
+            stop = self._stops.pop(self._starts.pop(at))
+        if at > 0 and self._stops[self._starts[at - 1]] == start:
+            self._stops[self._starts[at - 1]] = stop
+        else:
+            self._starts.insert(at, start)
+            self._stops[start] = stop
+
+    def _out_of_blocks(self, seq: Hashable, num_blocks: int, needed: int) -> OutOfBlocks:
+        def size(blocks: int) -> str:
+            tokens = f" ({blocks * self._tokens_per_block} tokens)" if self._tokens_per_block else ""
+            return f"{blocks} block{'' if blocks == 1 else 's'}{tokens}"
+
+        permanent = num_blocks > self.num_blocks
+        message = f"sequence {seq!r} needs {size(num_blocks)} of KV cache, "
+        if permanent:
+            message += (
+                f"but the pool of the whole DCP group has {size(self.num_blocks)}; shorten the sequence, or raise "
+            )
+            message += "num_blocks, bytes_per_rank or decode_context_parallel_size"
+        else:
+            message += f"{size(needed)} more than it holds, but {size(self._num_free)} of the DCP group's "
+            message += (
+                f"{size(self.num_blocks)} are free; free other sequences first, or raise num_blocks or bytes_per_rank"
+            )
+        return OutOfBlocks(message, needed=needed, free=self._num_free, permanent=permanent)
+
+
+def _runs(table: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Maximal runs ``[start, stop)`` of consecutive blocks, in table order."""
+    start = stop = -1
+    for block in table:
+        if block != stop:
+            if start >= 0:
+                yield start, stop
+            start = block
+        stop = block + 1
+    if start >= 0:
+        yield start, stop
+
+
+def _claim(holder: dict[int, str], block: int, who: str) -> None:
+    if block in holder:
+        raise AssertionError(f"block {block} is held by {holder[block]} and by {who}")
+    holder[block] = who

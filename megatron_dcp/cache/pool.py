@@ -1,0 +1,158 @@
+"""The tensors of one rank's KV cache: every layer's keys and values in one allocation of exactly the size asked for.
+
+Shapes: ``S`` slots of the pool (``num_blocks * block_size``), ``t`` tokens written, ``K`` KV heads of this rank,
+``H`` head dim of the keys, ``V`` head dim of the values.
+
+Physical block ``b`` is the slots ``[b * block_size, (b + 1) * block_size)`` of every layer. Keys are written already
+rotated by their global positions.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.config import check_at_least, check_choice
+
+SlotOrder = Literal["slots_first", "heads_first"]
+
+
+def bytes_per_block(
+    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: torch.dtype
+) -> int:
+    """Bytes that one physical block takes on one rank: keys and values of all layers."""
+    width = head_dim + (head_dim if v_dim is None else v_dim)
+    return num_layers * block_size * num_kv_heads * width * dtype.itemsize
+
+
+def blocks_in(
+    num_bytes: int,
+    *,
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_dim: int | None = None,
+    dtype: torch.dtype,
+) -> int:
+    """Whole blocks that fit into ``num_bytes`` on one rank.
+
+    Raises:
+        ValueError: Not even one block fits.
+    """
+    one = bytes_per_block(
+        num_layers=num_layers,
+        block_size=block_size,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_dim=v_dim,
+        dtype=dtype,
+    )
+    if num_bytes < one:
+        raise ValueError(
+            f"{num_bytes} bytes of KV cache per rank are less than one block, {one} bytes ({block_size} tokens of "
+            f"{num_layers} layers in {dtype}); give at least {one}, or a smaller block_size"
+        )
+    return num_bytes // one
+
+
+class KVPool:
+    """Keys and values of all layers of one rank, by slot.
+
+    The memory is not initialised (on a CPU the system maps a page when it is first written, so an unused part of the pool
+    costs nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN included:
+    no reader may look at it, not even to multiply it with 0.
+
+    Args:
+        num_layers: Layers of this rank.
+        num_blocks: Physical blocks.
+        block_size: Slots of one block.
+        num_kv_heads: KV heads of this rank.
+        head_dim: ``H``.
+        v_dim: ``V``; ``None``: as ``head_dim``.
+        order: How a layer lies in memory. ``slots_first``: ``[S, K, H]``, a token's heads side by side;
+            ``heads_first``: ``[K, S, H]``, a head's tokens side by side. ``layer`` gives the same shapes for both.
+
+    Raises:
+        ValueError: A size is below 1, the order is unknown, or the device has not enough memory.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_dim: int | None = None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        order: SlotOrder = "slots_first",
+    ) -> None:
+        v_dim = head_dim if v_dim is None else v_dim
+        sizes = {
+            "num_layers": num_layers,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "v_dim": v_dim,
+        }
+        for name, size in sizes.items():
+            check_at_least(name, size, 1)
+        check_choice("order", order, get_args(SlotOrder))
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_slots = num_blocks * block_size
+        self.dtype = dtype
+        self.order = order
+        per_head = self.num_slots * num_kv_heads
+        self._buffer = _allocate(num_layers * per_head * (head_dim + v_dim), dtype, torch.device(device))
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layer in self._buffer.chunk(num_layers):
+            k, v = layer.split([per_head * head_dim, per_head * v_dim])
+            self._layers.append((self._by_slot(k, num_kv_heads), self._by_slot(v, num_kv_heads)))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the pool on this rank: ``num_blocks * bytes_per_block``, and nothing else."""
+        return self._buffer.untyped_storage().nbytes()
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """``(k_SKH, v_SKV)`` of a layer: views of the pool, contiguous only for ``order="slots_first"``."""
+        return self._layers[index]
+
+    def write(self, index: int, slot_t: Tensor, k_tKH: Tensor, v_tKV: Tensor) -> None:
+        """Write the keys and values of ``t >= 0`` tokens of a layer to their slots, in the pool's dtype.
+
+        Args:
+            index: Layer of this rank.
+            slot_t: Slots, int64 ``[t]``, on the pool's device, each at most once.
+            k_tKH: Rotated keys.
+            v_tKV: Values.
+
+        Raises:
+            IndexError: On a CPU, a slot that the pool does not have; a GPU stops with a device-side assertion.
+        """
+        k_SKH, v_SKV = self._layers[index]
+        # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end.
+        k_SKH.index_copy_(0, slot_t, k_tKH.to(self.dtype))
+        v_SKV.index_copy_(0, slot_t, v_tKV.to(self.dtype))
+
+    def _by_slot(self, flat: Tensor, num_kv_heads: int) -> Tensor:
+        if self.order == "slots_first":
+            return flat.view(self.num_slots, num_kv_heads, -1)
+        return flat.view(num_kv_heads, self.num_slots, -1).transpose(0, 1)
+
+
+def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(num_elements, dtype=dtype, device=device)
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too
+        raise ValueError(
+            f"the KV pool of {num_elements * dtype.itemsize} bytes could not be allocated on {device} ({error}); "
+            "lower num_blocks or bytes_per_rank, or raise decode_context_parallel_size"
+        ) from error

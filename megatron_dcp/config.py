@@ -1,0 +1,264 @@
+"""Frozen configuration objects: what runs where, how the cache is cut, how the engine steps.
+
+Every object is validated once, when it is made. A derived configuration is a new object
+(``dataclasses.replace``). Nothing here imports torch or Megatron, so that a planner can use it anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+DcpLayout = Literal["orthogonal", "within_tp"]
+ExchangeName = Literal["fold", "all_reduce", "ag_rs", "a2a"]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+DEFAULT_EXCHANGE: dict[str, ExchangeName] = {"orthogonal": "fold", "within_tp": "a2a"}
+
+
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ``ValueError`` naming the choices unless ``value`` is one of them."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(map(str, choices))}")
+
+
+def check_at_least(name: str, value: int, bound: int) -> None:
+    """Raise ``ValueError`` unless ``value`` is a whole number of at least ``bound``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+        raise ValueError(f"{name}={value!r} must be a whole number >= {bound}")
+
+
+def divisors(number: int) -> str:
+    """The whole numbers that divide ``number``, for the remedy of an error: ``"1, 2, 4"``."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """Sizes of the parallel groups that run one model, in Megatron's argument names.
+
+    ``orthogonal``: attention runs on tp x dcp ranks, weights are replicated over dcp, any dcp size works.
+    ``within_tp``: the DCP groups are subgroups of the TP groups; no extra ranks, KV duplicates removed.
+
+    Attributes:
+        context_parallel_size: Megatron's training-time ``cp``. Its ranks hold the same weights, so ``orthogonal``
+            may use them for dcp like those of data parallelism.
+        expert_tensor_parallel_size: ``None``: ``tensor_model_parallel_size``, as in Megatron.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    decode_context_parallel_size: int = 1
+    dcp_layout: DcpLayout = "orthogonal"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+            "expert_model_parallel_size", "decode_context_parallel_size",
+        ):  # fmt: skip
+            check_at_least(name, getattr(self, name), 1)
+        if self.expert_tensor_parallel_size is not None:
+            check_at_least("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 1)
+        check_choice("dcp_layout", self.dcp_layout, get_args(DcpLayout))
+        tp, dcp = self.tensor_model_parallel_size, self.decode_context_parallel_size
+        if self.dcp_layout == "within_tp" and tp % dcp:
+            raise ValueError(
+                f"decode_context_parallel_size={dcp} does not divide tensor_model_parallel_size={tp}, "
+                f"which dcp_layout='within_tp' needs; use one of {divisors(tp)}, or dcp_layout='orthogonal'"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that decode one batch together: tp x dcp x pp, or tp x pp where dcp lies within tp."""
+        ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return ranks if self.dcp_layout == "within_tp" else ranks * self.decode_context_parallel_size
+
+    @property
+    def expert_tp(self) -> int:
+        """``expert_tensor_parallel_size`` with its default filled in."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raise ``ValueError`` naming the legal sizes unless these groups fill ``world_size`` ranks."""
+        check_at_least("world_size", world_size, 1)
+        tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
+        if world_size % (tp * pp * cp):
+            raise ValueError(
+                f"world_size={world_size} is no multiple of {tp * pp * cp} (tensor_model_parallel_size={tp} x "
+                f"pipeline_model_parallel_size={pp} x context_parallel_size={cp}); start a multiple of "
+                f"{tp * pp * cp} ranks, or use smaller sizes"
+            )
+        ep, expert_tp = self.expert_model_parallel_size, self.expert_tp
+        if world_size % (expert_tp * ep * pp):
+            raise ValueError(
+                f"world_size={world_size} is no multiple of {expert_tp * ep * pp} (expert_tensor_parallel_size="
+                f"{expert_tp} x expert_model_parallel_size={ep} x pipeline_model_parallel_size={pp}); start a "
+                f"multiple of {expert_tp * ep * pp} ranks, or use smaller sizes"
+            )
+        dcp, same_weights = self.decode_context_parallel_size, world_size // (tp * pp)
+        if self.dcp_layout == "orthogonal" and same_weights % dcp:
+            raise ValueError(
+                f"decode_context_parallel_size={dcp} does not divide the {same_weights} ranks that hold the same "
+                f"weights (world_size={world_size} / (tensor_model_parallel_size={tp} x "
+                f"pipeline_model_parallel_size={pp})), which dcp_layout='orthogonal' needs; use one of "
+                f"{divisors(same_weights)}, or start a multiple of {self.ranks} ranks"
+            )
+
+
+def check_within_tp_bound(parallel: ParallelConfig, num_kv_heads: int) -> None:
+    """Raise ``ValueError`` where ``within_tp`` would shard a KV head that is not duplicated.
+
+    Tensor parallelism first splits KV heads over ranks and then copies them; only copies can be turned
+    into shards, so dcp <= tp // kv_heads.
+    """
+    if parallel.dcp_layout != "within_tp":
+        return
+    tp, dcp = parallel.tensor_model_parallel_size, parallel.decode_context_parallel_size
+    bound = max(1, tp // num_kv_heads)
+    if dcp > bound or (dcp > 1 and (tp // num_kv_heads) % dcp):
+        legal = ", ".join(str(d) for d in range(1, bound + 1) if bound % d == 0)
+        raise ValueError(
+            f"decode_context_parallel_size={dcp} does not fit dcp_layout='within_tp': tensor_model_parallel_size="
+            f"{tp} keeps {bound} cop{'y' if bound == 1 else 'ies'} of each of the {num_kv_heads} KV heads; "
+            f"use one of {legal}, or dcp_layout='orthogonal'"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How the KV cache is cut and how large it is.
+
+    Attributes:
+        block_size: Tokens of one physical block *on one rank*; a logical block is ``block_size * dcp`` tokens.
+        kv_interleave_size: ``I``: so many consecutive tokens live on one rank before the next rank takes over;
+            divides ``block_size``.
+        num_blocks: Physical blocks of the pool on every rank (or give ``bytes_per_rank``).
+        bytes_per_rank: Upper bound of the pool's bytes on every rank. Neither given: as much as the largest
+            batch of the engine needs.
+    """
+
+    block_size: int = 64
+    kv_interleave_size: int = 1
+    num_blocks: int | None = None
+    bytes_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        check_at_least("block_size", self.block_size, 1)
+        check_at_least("kv_interleave_size", self.kv_interleave_size, 1)
+        if self.block_size % self.kv_interleave_size:
+            legal = [i for i in range(1, self.block_size + 1) if self.block_size % i == 0]
+            raise ValueError(
+                f"kv_interleave_size={self.kv_interleave_size} does not divide block_size={self.block_size}; "
+                f"use one of {', '.join(map(str, legal))}"
+            )
+        if self.num_blocks is not None and self.bytes_per_rank is not None:
+            raise ValueError("num_blocks and bytes_per_rank both size the KV pool; give one of them")
+        if self.num_blocks is not None:
+            check_at_least("num_blocks", self.num_blocks, 1)
+        if self.bytes_per_rank is not None:
+            check_at_least("bytes_per_rank", self.bytes_per_rank, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine steps.
+
+    Attributes:
+        max_num_seqs: Sequences that decode at the same time; further prompts wait.
+        prefill_chunk_size: Most prompt tokens that one step computes.
+        exchange: How partial attention is merged over the DCP group; ``None``: the layout's default,
+            ``fold`` for ``orthogonal``, ``a2a`` for ``within_tp``.
+        backend: Attention back end; ``auto`` picks by capability and says why.
+    """
+
+    max_num_seqs: int = 64
+    prefill_chunk_size: int = 1024
+    exchange: ExchangeName | None = None
+    backend: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_at_least("max_num_seqs", self.max_num_seqs, 1)
+        check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
+        if self.exchange is not None:
+            check_choice("exchange", self.exchange, get_args(ExchangeName))
+
+    def exchange_for(self, layout: str) -> ExchangeName:
+        """The exchange to run in ``layout``; ``ValueError`` where the two do not fit."""
+        name = self.exchange or DEFAULT_EXCHANGE[layout]
+        if name == "fold" and layout == "within_tp":
+            raise ValueError(
+                "exchange='fold' adds the partials up in the output projection, whose rows dcp_layout='within_tp' "
+                "splits over the same ranks; use exchange='a2a', 'ag_rs' or 'all_reduce', or dcp_layout='orthogonal'"
+            )
+        return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder, in Megatron-LM's argument names: what travels with a checkpoint.
+
+    Attributes:
+        vocab_size: Tokens that exist. ``padded_vocab_size`` adds the rows that only pad the embedding.
+        num_query_groups: KV heads.
+        rope_scaling: ``None`` or the parameters of a scaled RoPE as Hugging Face names them,
+            e.g. ``{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, ...}``.
+        eos_token_ids: Tokens that end a text.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    vocab_size: int
+    padded_vocab_size: int
+    max_position_embeddings: int
+    normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    norm_epsilon: float = 1e-5
+    swiglu: bool = True
+    add_qkv_bias: bool = False
+    add_bias_linear: bool = False
+    qk_layernorm: bool = False
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rope_scaling: dict[str, Any] | None = None
+    untie_embeddings_and_output_weights: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+            "kv_channels", "vocab_size", "padded_vocab_size", "max_position_embeddings",
+        ):  # fmt: skip
+            check_at_least(name, getattr(self, name), 1)
+        if self.num_attention_heads % self.num_query_groups:
+            raise ValueError(
+                f"num_query_groups={self.num_query_groups} does not divide "
+                f"num_attention_heads={self.num_attention_heads}; each KV head serves the same number of query heads"
+            )
+        if self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size={self.padded_vocab_size} is below vocab_size={self.vocab_size}")
+
+    def check_tensor_parallel(self, tp: int) -> None:
+        """Raise ``ValueError`` naming the legal sizes unless ``tp`` ranks can share this model's heads."""
+
+        def fits(size: int) -> bool:
+            heads, groups = self.num_attention_heads, self.num_query_groups
+            return (
+                heads % size == 0
+                and (groups % size == 0 or size % groups == 0)
+                and self.ffn_hidden_size % size == 0
+                and self.padded_vocab_size % size == 0
+            )
+
+        if not fits(tp):
+            legal = ", ".join(str(t) for t in range(1, self.num_attention_heads + 1) if fits(t))
+            raise ValueError(
+                f"tensor_model_parallel_size={tp} does not fit {self.num_attention_heads} query heads, "
+                f"{self.num_query_groups} KV heads, ffn_hidden_size={self.ffn_hidden_size} and "
+                f"padded_vocab_size={self.padded_vocab_size}; use one of {legal}"
+            )

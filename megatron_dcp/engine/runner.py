@@ -1,0 +1,205 @@
+"""Runs one step of a model over this rank's shard of the cache: tokens in, logits out.
+
+Shapes: ``T`` tokens of the step, flat over sequences; ``t`` those whose keys this rank keeps; ``B`` sampled rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcp.attention import choose_backend
+from megatron_dcp.attention.base import AttentionBatch
+from megatron_dcp.cache.layout import KVLayout
+from megatron_dcp.cache.pool import KVPool, blocks_in
+from megatron_dcp.comm.exchange import gather_heads, get_exchange
+from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
+from megatron_dcp.engine.batch import StepBatch
+from megatron_dcp.layers import DCPContext, StepPlan, enable_dcp
+from megatron_dcp.metrics import Metrics
+from megatron_dcp.parallel_state import get_parallel_config
+from megatron_dcp.rope import RotaryTable
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the tokens of a step sit, as flat numpy arrays: global positions, own tokens, their slots, visible keys."""
+
+    positions_T: np.ndarray
+    owned_t: np.ndarray
+    slots_t: np.ndarray
+    visible_T: np.ndarray
+
+
+def place_tokens(batch: StepBatch, layout: KVLayout, rank: int) -> _Places:
+    """Global positions of a step's tokens, those that ``rank`` keeps and the slots they go to."""
+    lens = np.array([len(seq.token_ids) for seq in batch.seqs])
+    first = np.cumsum(lens) - lens
+    starts = np.array([seq.start for seq in batch.seqs])
+    positions = np.arange(lens.sum()) + np.repeat(starts - first, lens)
+    sequence = np.repeat(np.arange(len(lens)), lens)
+    owned = np.flatnonzero(layout.owner(positions) == rank)
+    local = layout.local_index(positions[owned])
+    width = max(len(seq.block_table) for seq in batch.seqs)
+    tables = np.zeros((len(batch.seqs), width), dtype=np.int64)
+    for row, seq in zip(tables, batch.seqs, strict=True):
+        row[: len(seq.block_table)] = seq.block_table
+    blocks = tables[sequence[owned], local // layout.block_size]
+    return _Places(
+        positions_T=positions,
+        owned_t=owned,
+        slots_t=layout.slot(blocks, local),
+        visible_T=layout.visible(positions, rank),
+    )
+
+
+class ModelRunner:
+    """A model, its shard of the KV cache, and what attends and merges. Every rank of the replica steps together.
+
+    Args:
+        model: Megatron ``GPTModel`` (bare or wrapped); gets its decode path here, sharing its parameters.
+        groups: From :func:`megatron_dcp.parallel_state.get_process_group_collection`.
+        cache: Block size, interleave and pool size; one of ``num_blocks`` and ``bytes_per_rank`` is set.
+        engine: Exchange, back end and batch sizes.
+        vocab_size: Tokens that exist; the embedding's padding is cut from the logits.
+        max_sequence_length: Longest sequence, in tokens.
+
+    Raises:
+        ValueError: Sizes that do not fit the model, the layout or the pool.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: Any,
+        *,
+        cache: CacheConfig,
+        engine: EngineConfig,
+        vocab_size: int,
+        max_sequence_length: int,
+        metrics: Metrics | None = None,
+    ) -> None:
+        self.model = enable_dcp(model)
+        self.groups = groups
+        self.vocab_size = vocab_size
+        self.metrics = metrics
+        config = self.model.config
+        check_within_tp_bound(get_parallel_config(), config.num_query_groups)
+        self.rank: int = groups.dcp.rank()
+        self.layout = KVLayout(
+            dcp_size=groups.dcp.size(), interleave=cache.kv_interleave_size, block_size=cache.block_size
+        )
+        parameter = next(self.model.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+        layers = self.model.decoder.layers
+        self.kv_heads = max(1, config.num_query_groups // groups.tp.size())
+        self.heads = config.num_attention_heads // groups.tp.size()
+        if groups.dcp_layout == "within_tp":
+            self.heads *= groups.dcp.size()
+        self.backend, self.backend_reason = choose_backend(
+            engine.backend,
+            head_dim=config.kv_channels,
+            v_dim=config.kv_channels,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        self.pool = _make_pool(cache, len(layers), self.kv_heads, config.kv_channels, self.backend, parameter)
+        self.context = DCPContext(
+            max_batch_size=engine.max_num_seqs,
+            max_sequence_length=max_sequence_length,
+            pool=self.pool,
+            cache_index={layer.self_attention.layer_number: index for index, layer in enumerate(layers)},
+            groups=groups,
+            backend=self.backend,
+            exchange=get_exchange(engine.exchange_for(groups.dcp_layout)),
+            rotary_interleaved=config.rotary_interleaved,
+            metrics=metrics,
+        )
+        rotary = getattr(self.model, "rotary_pos_emb", None)
+        self.rotary = rotary and RotaryTable(
+            inv_freq=rotary.inv_freq.to(self.device) / (rotary.seq_len_interpolation_factor or 1.0),
+            interleaved=config.rotary_interleaved,
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Physical blocks of the pool; the group holds ``num_blocks * block_size * dcp`` tokens."""
+        return self.pool.num_blocks
+
+    @torch.inference_mode()
+    def step(self, batch: StepBatch) -> Tensor:
+        """Compute the step's tokens, keep their keys, return logits.
+
+        Returns:
+            fp32 ``[B, vocab_size]`` on every rank: a row for each sequence of the batch with ``sample``, in order.
+        """
+        places = place_tokens(batch, self.layout, self.rank)
+        positions_T = torch.from_numpy(places.positions_T).to(self.device)
+        self.context.plan = self._plan(batch, places, positions_T)
+        tokens = [token for seq in batch.seqs for token in seq.token_ids]
+        hidden = self.model.embedding(
+            input_ids=torch.tensor([tokens], device=self.device), position_ids=positions_T.unsqueeze(0)
+        )
+        hidden = self.model.decoder(hidden_states=hidden, attention_mask=None, inference_context=self.context)
+        self.context.plan = None
+        return self._logits(hidden, batch)
+
+    def _plan(self, batch: StepBatch, places: _Places, positions_T: Tensor) -> StepPlan:
+        cos = sin = None
+        if self.rotary is not None:
+            cos, sin = self.rotary.cos_sin(positions_T, self.dtype)
+        attention = AttentionBatch(
+            q_lens=tuple(len(seq.token_ids) for seq in batch.seqs),
+            visible=tuple(places.visible_T.tolist()),
+            block_tables=tuple(tuple(seq.block_table) for seq in batch.seqs),
+            block_size=self.layout.block_size,
+        )
+        every = len(places.owned_t) == len(places.positions_T)
+        return StepPlan(
+            cos_T1R=cos,
+            sin_T1R=sin,
+            owned_t=None if every else torch.from_numpy(places.owned_t).to(self.device),
+            slots_t=torch.from_numpy(places.slots_t).to(self.device),
+            attention=self.backend.plan(
+                attention,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                head_dim=self.model.config.kv_channels,
+                dtype=self.dtype,
+                device=self.device,
+            ),
+        )
+
+    def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
+        ends = np.cumsum([len(seq.token_ids) for seq in batch.seqs]) - 1
+        rows = [int(end) for end, seq in zip(ends, batch.seqs, strict=True) if seq.sample]
+        if not rows:
+            return torch.empty(0, self.vocab_size, device=self.device)
+        model = self.model
+        shared = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+        logits, _ = model.output_layer(hidden[rows], weight=shared)
+        if model.parallel_output:
+            logits = gather_heads(logits, self.groups.tp, metrics=self.metrics)
+        return logits.flatten(1)[:, : self.vocab_size].float()
+
+
+def _make_pool(
+    cache: CacheConfig, num_layers: int, kv_heads: int, head_dim: int, backend: Any, parameter: Tensor
+) -> KVPool:
+    shape = dict(
+        num_layers=num_layers,
+        block_size=cache.block_size,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=parameter.dtype,
+    )
+    if cache.bytes_per_rank is not None:
+        num_blocks = blocks_in(cache.bytes_per_rank, **shape)
+    else:
+        assert cache.num_blocks is not None, "the engine sizes the pool before it makes a runner"
+        num_blocks = cache.num_blocks
+    return KVPool(num_blocks=num_blocks, device=parameter.device, order=backend.pool_order, **shape)

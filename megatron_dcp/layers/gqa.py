@@ -1,0 +1,114 @@
+"""Grouped-query self-attention whose decode path reads a sharded KV cache.
+
+Shapes: ``T`` tokens, ``N`` query heads and ``K`` KV heads of this rank, ``H`` head dim, ``n`` heads after the
+exchange, ``D`` dcp size. Hidden states are Megatron's ``[s, b, h]`` with ``s = T``, ``b = 1``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from megatron_dcp.comm.exchange import Exchanged, all_reduce_sum, gather_heads
+from megatron_dcp.layers.context import DCPContext
+
+
+class DCPSelfAttention(SelfAttention):
+    """Megatron's ``SelfAttention`` plus a decode path over a KV cache that is sharded over the DCP group.
+
+    Same parameters, same names, same training forward: without a :class:`DCPContext` every call goes to Megatron.
+    An instance of ``SelfAttention`` becomes one by a change of class (:func:`~megatron_dcp.layers.enable_dcp`).
+
+    One decode step: project → rotate by global position → write own tokens → attend to own shard → exchange →
+    output projection. In ``within_tp`` the query heads of the DCP group are gathered before attention, since its
+    ranks hold different heads of the same KV head.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        key_value_states: Tensor | None = None,
+        inference_context: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention output ``[T, 1, h]`` and the bias that Megatron adds after it.
+
+        Args:
+            hidden_states: ``[T, 1, h]``, flat over sequences, with a :class:`DCPContext`; else Megatron's
+                ``[s, b, h]``.
+        """
+        if not isinstance(inference_context, DCPContext):
+            return super().forward(hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs)
+        ctx = inference_context
+        q_TNH, k_TKH, v_TKH = self._project(hidden_states, ctx)
+        if not _skips_rope(self):
+            q_TNH, k_TKH = ctx.rotate(q_TNH), ctx.rotate(k_TKH)
+        ctx.write(self.layer_number, k_TKH, v_TKH)
+        own_heads = q_TNH.shape[1]
+        if ctx.groups.dcp_layout == "within_tp":
+            q_TNH = gather_heads(q_TNH, ctx.groups.dcp, metrics=ctx.metrics)
+        scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
+        merged = ctx.attend(self.layer_number, q_TNH, scale=scale)
+        return self._output(merged, own_heads, hidden_states.dtype, ctx)
+
+    def _project(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
+        """``q_TNH, k_TKH, v_TKH`` of this rank's heads, normalised where the model says so, not yet rotated."""
+        if self.config.num_query_groups >= self.world_size:
+            q, k, v = self.get_query_key_value_tensors(hidden_states, None)
+            return q.squeeze(1), k.squeeze(1), v.squeeze(1)
+        return self._project_shared_kv_head(hidden_states, ctx)
+
+    def _project_shared_kv_head(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
+        """The case tp > KV heads: Megatron splits the rows of one KV group ``[q … q, k, v]`` over several ranks.
+
+        The rows are gathered over tp; each rank then takes its KV head whole and its share of the query heads.
+        """
+        mixed, _ = self.linear_qkv(hidden_states)
+        per_head = self.hidden_size_per_attention_head
+        tp, groups = self.world_size, self.config.num_query_groups
+        mixed = gather_heads(mixed, self.pg_collection.tp, metrics=ctx.metrics).reshape(mixed.shape[0], groups, -1)
+        rank = self.pg_collection.tp.rank()
+        ranks_per_group = tp // groups
+        q, k, v = mixed[:, rank // ranks_per_group].split(
+            [self.num_attention_heads_per_partition * per_head, per_head, per_head], dim=-1
+        )
+        own = self.num_attention_heads_per_partition // ranks_per_group
+        first = (rank % ranks_per_group) * own
+        q_TNH = q.unflatten(-1, (-1, per_head))[:, first : first + own]
+        k_TKH = k.unsqueeze(1)
+        if self.q_layernorm is not None:
+            q_TNH = self.q_layernorm(q_TNH)
+        if self.k_layernorm is not None:
+            k_TKH = self.k_layernorm(k_TKH)
+        return q_TNH, k_TKH, v.unsqueeze(1)
+
+    def _output(
+        self, merged: Exchanged, own_heads: int, dtype: torch.dtype, ctx: DCPContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output projection of what the exchange left on this rank, summed over the ranks that share the layer."""
+        out_TnH = merged.out_TnH.to(dtype)
+        first, count = merged.first_head, merged.num_heads
+        if ctx.groups.dcp_layout == "within_tp":
+            if count != own_heads:  # all heads of the group are here: take back those that this rank projects
+                mine = ctx.groups.dcp.rank() * own_heads
+                out_TnH = out_TnH[:, mine : mine + own_heads]
+            return self.linear_proj(out_TnH.flatten(1).unsqueeze(1))
+        if merged.summed and count == own_heads:
+            return self.linear_proj(out_TnH.flatten(1).unsqueeze(1))
+        # What is here is a share of the sum over tp x dcp: all heads weighted (fold), or a slice of the heads.
+        per_head = self.hidden_size_per_attention_head
+        columns = self.linear_proj.weight[:, first * per_head : (first + count) * per_head]
+        share = torch.mm(out_TnH.flatten(1), columns.t())
+        share = all_reduce_sum(share, ctx.groups.tp_dcp, metrics=ctx.metrics)
+        return share.unsqueeze(1), self.linear_proj.bias
+
+
+def _skips_rope(attention: SelfAttention) -> bool:
+    """Whether this layer has no RoPE (``no_rope_freq``, as in interleaved NoPE models)."""
+    pattern = attention.config.no_rope_freq
+    return bool(pattern and pattern[attention.layer_number - 1])

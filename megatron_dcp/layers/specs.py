@@ -1,0 +1,133 @@
+"""How a Megatron model comes by DCP attention: in its spec before it is built, or in place afterwards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.attention import SelfAttention
+from torch import Tensor
+
+from megatron_dcp.layers.gqa import DCPSelfAttention
+
+_DCP_CLASS: dict[type, type] = {SelfAttention: DCPSelfAttention}
+
+
+def dcp_layer_spec(spec: Any) -> Any:
+    """A copy of a layer or block spec whose self-attention is the DCP one.
+
+    Args:
+        spec: ``ModuleSpec`` of a transformer layer, or ``TransformerBlockSubmodules``, e.g. from
+            ``get_gpt_layer_local_spec`` or ``get_gpt_layer_with_transformer_engine_spec``. Left unchanged.
+
+    Raises:
+        ValueError: The spec holds no self-attention of a class that DCP knows.
+    """
+    spec = copy.deepcopy(spec)
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
+        module = getattr(attention, "module", None)
+        if attention is None or (module not in _DCP_CLASS and module not in _DCP_CLASS.values()):
+            raise ValueError(
+                f"self_attention={module!r} has no DCP form; use a layer spec whose self-attention is one of "
+                f"{', '.join(c.__name__ for c in _DCP_CLASS)}"
+            )
+        attention.module = _DCP_CLASS.get(module, module)
+    return spec
+
+
+def enable_dcp(model: torch.nn.Module) -> torch.nn.Module:
+    """Give an existing GPT model a decode path over a sharded KV cache. In place; parameters are shared.
+
+    No weight is copied, no name in the state dict changes and the training forward stays Megatron's own, so that
+    training and generation take turns on one model. Calling it again does nothing.
+
+    Args:
+        model: Megatron ``GPTModel``, bare or wrapped (``DistributedDataParallel``, ``Float16Module``, …).
+
+    Returns:
+        The bare ``GPTModel``.
+
+    Raises:
+        ValueError: The model uses something that the decode path does not know; it names the field.
+    """
+    gpt = unwrap(model)
+    check_supported(gpt.config, getattr(gpt, "position_embedding_type", "rope"))
+    attentions = [layer.self_attention for layer in gpt.decoder.layers]
+    for attention in attentions:  # all or none: look at every layer before the first is changed
+        if type(attention) not in _DCP_CLASS and type(attention) not in _DCP_CLASS.values():
+            raise ValueError(
+                f"layer {attention.layer_number} has attention {type(attention).__name__}, which has no DCP form; "
+                f"supported: {', '.join(c.__name__ for c in _DCP_CLASS)}"
+            )
+    for attention in attentions:
+        attention.__class__ = _DCP_CLASS.get(type(attention), type(attention))
+    return gpt
+
+
+def unwrap(model: torch.nn.Module) -> Any:
+    """The ``GPTModel`` inside data-parallel and precision wrappers."""
+    while not hasattr(model, "decoder"):
+        if not hasattr(model, "module"):
+            raise ValueError(f"{type(model).__name__} is no Megatron GPTModel: it has neither .decoder nor .module")
+        model = model.module
+    return model
+
+
+def check_supported(config: Any, position_embedding_type: str) -> None:
+    """Raise ``ValueError`` naming the first field of ``TransformerConfig`` that the decode path does not know."""
+    for field, value, why in _unsupported(config, position_embedding_type):
+        raise ValueError(f"{field}={value!r} is not supported by DCP decoding: {why}")
+
+
+def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[str, Any, str]]:
+    if position_embedding_type not in ("rope", "learned_absolute", "none"):
+        yield "position_embedding_type", position_embedding_type, "use 'rope', 'learned_absolute' or 'none'"
+    simple = {
+        "multi_latent_attention": "the MLA layer is not there yet",
+        "num_moe_experts": "mixture-of-experts layers are not there yet",
+        "attention_output_gate": "gated attention is not there yet",
+        "window_size": "sliding-window layers are not there yet",
+        "sequence_parallel": "build the inference model with sequence_parallel=False",
+        "flash_decode": "Megatron's own decode kernel would be bypassed; set it to False",
+        "fp8": "low-precision weights are not there yet",
+    }
+    for field, why in simple.items():
+        if getattr(config, field, None):
+            yield field, getattr(config, field), why
+    if getattr(config, "softmax_type", "vanilla") != "vanilla":
+        yield "softmax_type", config.softmax_type, "attention sinks are not there yet"
+    if config.context_parallel_size > 1:
+        yield "context_parallel_size", config.context_parallel_size, "use decode_context_parallel_size instead"
+    if config.pipeline_model_parallel_size > 1:
+        yield "pipeline_model_parallel_size", config.pipeline_model_parallel_size, "pipelines are not there yet; use 1"
+
+
+class SDPACoreAttention(torch.nn.Module):
+    """Causal core attention by ``torch.nn.functional.scaled_dot_product_attention``: trains on a CPU, fast.
+
+    Megatron's own ``DotProductAttention`` writes out every ``[s, s]`` score matrix and asks for a GPU.
+    """
+
+    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.softmax_scale = softmax_scale
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention ``[s, b, N * H]`` of ``query [s, b, N, H]`` over ``key`` and ``value`` ``[s, b, K, H]``."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        shared = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def sdpa_layer_spec(spec: Any) -> Any:
+    """A copy of a layer spec whose core attention is :class:`SDPACoreAttention`, for training without a GPU."""
+    spec = copy.deepcopy(spec)
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        layer.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return spec

@@ -1,0 +1,56 @@
+"""Exact attention from partial attentions, by log-sum-exp. Plain tensor math: no group, no kernel.
+
+Shapes: ``P`` partials, ``T`` tokens, ``N`` query heads, ``H`` head dim (of V).
+
+For partials ``out_r = softmax(s_r) v_r`` with ``lse_r = log sum exp(s_r)`` over disjoint keys
+(Milakov & Gimelshein 2018; used for sharded decoding in FlashDecoding and Ring Attention)::
+
+    m = max_r lse_r      w_r = exp(lse_r - m)      out = sum_r w_r out_r / sum_r w_r      lse = m + log sum_r w_r
+
+A shard without keys has ``lse = -inf`` and thus weight 0: it contributes 0 even where its ``out`` holds NaN.
+Where every shard is empty the result is ``out = 0, lse = -inf``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_weights(lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised weights of partials and the LSE of their merge.
+
+    Args:
+        lse_PTN: Natural-log LSE of every partial, fp32 ``[P, T, N]`` (any trailing shape works).
+
+    Returns:
+        ``(weight_PTN, lse_TN)``: weights that sum to 1 over ``P`` (all 0 where every partial is empty).
+    """
+    peak_TN = lse_PTN.amax(dim=0)
+    safe_TN = torch.where(peak_TN == -torch.inf, torch.zeros_like(peak_TN), peak_TN)
+    weight_PTN = torch.exp(lse_PTN - safe_TN)
+    total_TN = weight_PTN.sum(dim=0)
+    lse_TN = safe_TN + torch.log(total_TN)
+    return weight_PTN / torch.where(total_TN == 0, torch.ones_like(total_TN), total_TN), lse_TN
+
+
+def weigh(out_TNH: Tensor, weight_TN: Tensor) -> Tensor:
+    """``weight * out``, with 0 where the weight is 0, whatever ``out`` holds there (NaN included)."""
+    return torch.where(weight_TN.unsqueeze(-1) == 0, torch.zeros_like(out_TNH), out_TNH * weight_TN.unsqueeze(-1))
+
+
+def merge_partials(out_PTNH: Tensor, lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge partials in the order of ``P``, so that every caller with the same input gets the same bits.
+
+    Args:
+        out_PTNH: Partial attention outputs, fp32 ``[P, T, N, H]``.
+        lse_PTN: Their natural-log LSE, fp32 ``[P, T, N]``; ``-inf`` marks an empty shard.
+
+    Returns:
+        ``(out_TNH, lse_TN)``, fp32.
+    """
+    weight_PTN, lse_TN = merge_weights(lse_PTN)
+    out_TNH = weigh(out_PTNH[0], weight_PTN[0])
+    for out, weight in zip(out_PTNH[1:], weight_PTN[1:], strict=True):
+        out_TNH = out_TNH + weigh(out, weight)
+    return out_TNH, lse_TN

@@ -1,0 +1,239 @@
+"""Train the small Megatron-Core model of the quickstart on a CPU.
+
+The model learns one skill, to give back a fact that stands anywhere in a long text, in stages of growing length:
+
+    python tools/train_quickstart_model.py --output build/quickstart
+
+Every stage is seeded by itself, and a run that was stopped goes on from its last snapshot in `<output>/work`.
+Tensor names: `B` batch, `S` sequence, `N` query heads, `K` KV heads, `H` head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer import TransformerConfig
+from quickstart_data import DocumentSampler, Sample, evaluation_prompt, save_tokenizer, train_tokenizer
+from tokenizers import Tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+HAYSTACK = ROOT / "examples" / "quickstart" / "haystack.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The model, in Megatron's own argument names."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    ffn_hidden_size: int = 256
+    num_attention_heads: int = 4
+    num_query_groups: int = 2
+    kv_channels: int = 64
+    vocab_size: int = 1024
+    max_sequence_length: int = 6144
+    rotary_base: int = 1_000_000
+    layernorm_epsilon: float = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of the schedule: `steps` batches of `batch` sequences of `length` tokens."""
+
+    steps: int
+    length: int
+    batch: int
+    questions: int
+    lr: float
+
+
+STAGES = (
+    Stage(steps=200, length=256, batch=16, questions=0, lr=2e-3),
+    Stage(steps=800, length=256, batch=16, questions=6, lr=2e-3),
+    Stage(steps=400, length=512, batch=8, questions=12, lr=2e-3),
+    Stage(steps=300, length=1024, batch=4, questions=22, lr=1.5e-3),
+    Stage(steps=300, length=2048, batch=2, questions=40, lr=1e-3),
+    Stage(steps=300, length=4096, batch=1, questions=60, lr=7e-4),
+    Stage(steps=200, length=6144, batch=1, questions=70, lr=5e-4),
+)
+
+
+# --- Megatron on a CPU
+
+
+class CpuCoreAttention(torch.nn.Module):
+    """Causal core attention in place of Megatron's cuda-bound one; in bf16 while training, for speed."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__()
+        self.scale = config.kv_channels**-0.5
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """`query [S, B, N, H]`, `key` and `value [S, B, K, H]` to `[S, B, N * H]`."""
+        dtype = torch.bfloat16 if self.training else query.dtype
+        group = query.shape[2] // key.shape[2]
+        q_BNSH = query.permute(1, 2, 0, 3).to(dtype)
+        k_BNSH = key.permute(1, 2, 0, 3).repeat_interleave(group, dim=1).to(dtype)
+        v_BNSH = value.permute(1, 2, 0, 3).repeat_interleave(group, dim=1).to(dtype)
+        length = query.shape[0]
+        if self.training and length <= 512:  # two matrix products beat the fused kernel on short sequences
+            mask_SS = torch.full((length, length), -torch.inf, dtype=dtype).triu(1)
+            scores_BNSS = torch.baddbmm(
+                mask_SS, q_BNSH.flatten(0, 1), k_BNSH.flatten(0, 1).transpose(1, 2), alpha=self.scale
+            )
+            out_BNSH = (scores_BNSS.softmax(-1) @ v_BNSH.flatten(0, 1)).unflatten(0, q_BNSH.shape[:2])
+        else:
+            out_BNSH = F.scaled_dot_product_attention(q_BNSH, k_BNSH, v_BNSH, is_causal=True, scale=self.scale)
+        return out_BNSH.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
+
+
+@contextlib.contextmanager
+def megatron_on_cpu() -> Iterator[None]:
+    """One gloo rank with Megatron's groups; `torch.cuda.current_device` names the CPU inside."""
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+        torch.cuda.current_device = current_device
+
+
+def build_model(shape: Shape) -> GPTModel:
+    """The GPT model in fp32 on the CPU, from Megatron's local layer spec."""
+    config = TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        ffn_hidden_size=shape.ffn_hidden_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_query_groups=shape.num_query_groups,
+        kv_channels=shape.kv_channels,
+        layernorm_epsilon=shape.layernorm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        gradient_accumulation_fusion=False,
+        sequence_parallel=False,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.self_attention.submodules.core_attention = CpuCoreAttention
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_sequence_length,
+        position_embedding_type="rope",
+        rotary_base=shape.rotary_base,
+        share_embeddings_and_output_weights=True,
+    )
+
+
+# --- Training
+
+
+def next_batch(sampler: DocumentSampler, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ids [B, S]` and `weights [B, S]`."""
+    samples: list[Sample] = []
+    while len(samples) < stage.batch:
+        samples.append(
+            sampler.fact_sample(stage.length, stage.questions) if stage.questions else sampler.copy_sample(stage.length)
+        )
+    return torch.tensor([s.ids for s in samples]), torch.tensor([s.weights for s in samples])
+
+
+def loss_and_accuracy(model: GPTModel, ids_BS: torch.Tensor, weights_BS: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """The weighted loss, and the share of answer tokens (weight 1) that are the model's first choice."""
+    positions_BS = torch.arange(ids_BS.shape[1] - 1).expand(ids_BS.shape[0], -1)
+    logits = model(ids_BS[:, :-1], positions_BS, None).flatten(0, 1)
+    target, weight = ids_BS[:, 1:].flatten(), weights_BS[:, 1:].flatten()
+    loss = (F.cross_entropy(logits, target, reduction="none") * weight).sum() / weight.sum()
+    answers = weight == 1.0
+    return loss, (logits.detach()[answers].argmax(-1) == target[answers]).float().mean().item()
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalised (Jordan et al. 2024), for the weight matrices between the embeddings."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, momentum: float = 0.95) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                buffer = self.state[param].setdefault("momentum", torch.zeros_like(param))
+                buffer.lerp_(param.grad, 1 - group["momentum"])
+                update = orthogonalise(param.grad.lerp(buffer, group["momentum"]))
+                param.mul_(1 - 0.01 * group["lr"])
+                param.add_(update, alpha=-group["lr"] * max(1.0, param.shape[0] / param.shape[1]) ** 0.5)
+
+
+def orthogonalise(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+    """A nearly orthogonal matrix in the direction of `matrix`, by a quintic Newton-Schulz iteration."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
+    return x.T if tall else x
+
+
+def make_optimizers(model: GPTModel, lr: float) -> list[torch.optim.Optimizer]:
+    """Muon at `10 * lr` for the matrices of the layers, AdamW at `lr` for the embedding and the norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embedding" in name]
+    return [Muon(matrices, lr=10 * lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+def run_stage(model: GPTModel, tokenizer: Tokenizer, haystack: str, index: int, seed: int, stage: Stage, log_every: int) -> None:
+    """Train `model` in place through one stage, with its own optimizer state, warm-up and cosine decay."""
+    sampler = DocumentSampler(tokenizer, haystack, seed + index, filler_weight=0.1)
+    optimizers = make_optimizers(model, stage.lr)
+    groups = [(group, group["lr"]) for optimizer in optimizers for group in optimizer.param_groups]
+    start, seen = time.monotonic(), 0
+    for step in range(stage.steps):
+        warm, done = min(1.0, (step + 1) / 50), step / stage.steps
+        for group, lr in groups:
+            group["lr"] = lr * warm * (0.3 + 0.7 * 0.5 * (1 + math.cos(math.pi * done)))
+        ids_BS, weights_BS = next_batch(sampler, stage)
+        loss, accuracy = loss_and_accuracy(model, ids_BS, weights_BS)
+        model.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        seen += ids_BS.numel()
+        if step % log_every == 0 or step == stage.steps - 1:
+            rate = seen / (time.monotonic() - start)
+            print(
+                f"stage {index} step {step}/{stage.steps} length {stage.length} loss {loss.item():.3f} "
+                f"answers {accuracy:.3f} {rate:.0f} tokens/s {time.monotonic() - start:.0f} s",
+                flush=True,
+            )
