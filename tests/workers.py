@@ -9,9 +9,6 @@ next case starts a fresh one. Importing this module imports no torch.
 from __future__ import annotations
 
 import atexit
-import faulthandler
-import gc
-import importlib.util
 import itertools
 import os
 import pickle
@@ -20,16 +17,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, cast
+
+from worker_process import Call, Failure, Function
 
 MAX_WORLD = 8
 START_LIMIT_S = 300.0  # starting a worker, and importing a test module in it, count on no case's time
@@ -45,35 +39,10 @@ class WorkerTimeout(RuntimeError):
     """A case did not end on every rank within its time."""
 
 
-@dataclass(frozen=True)
-class _Function:
-    """Where a function lives. By path: pytest may give test modules names that no other process can import."""
-
-    path: str
-    module: str
-    qualname: str
-
-
-@dataclass(frozen=True)
-class _Call:
-    function: _Function
-    rank: int
-    world: int
-    args: bytes  # pickled; may need the function's module, so it is opened after that has been imported
-    store: str
-    timeout_s: float
-
-
-@dataclass(frozen=True)
-class _Failure:
-    error: BaseException
-    trace: str
-
-
 def run_on_ranks(
     world: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, expect_errors: bool = False
 ) -> list[Any]:
-    """Run ``fn(rank, world, *args)`` on ranks ``0 … world - 1`` of a new gloo group and return the results in rank order.
+    """Run ``fn(rank, world, *args)`` on every rank of a new gloo group and return the results in rank order.
 
     Args:
         world: Number of ranks, 1 to 8.
@@ -91,8 +60,10 @@ def run_on_ranks(
         raise ValueError(f"world={world} is outside 1 to {MAX_WORLD}")
     module = sys.modules[fn.__module__]
     if "<locals>" in fn.__qualname__ or not getattr(module, "__file__", None):
-        raise ValueError(f"{fn.__qualname__} is not a module-level function of a file; define it at a module's top level")
-    function = _Function(str(Path(str(module.__file__)).resolve()), fn.__module__, fn.__qualname__)
+        raise ValueError(
+            f"{fn.__qualname__} is not a module-level function of a file; define it at a module's top level"
+        )
+    function = Function(str(Path(str(module.__file__)).resolve()), fn.__module__, fn.__qualname__)
     try:
         return _pool.run(world, function, pickle.dumps(args), timeout, expect_errors)
     except BaseException:
@@ -107,14 +78,10 @@ def close() -> None:
     _pool.close()
 
 
-# ---------------------------------------------------------------------------------------------- the test's side
-
-
 class _Worker:
     def __init__(self, rank: int, folder: Path) -> None:
         self.log = folder / f"rank{rank}.log"
-        ours, theirs = Pipe()
-        self.conn = ours
+        self.conn, theirs = Pipe()
         paths = [str(Path(__file__).parent), *(path or os.getcwd() for path in sys.path)]
         environment = {
             **os.environ,
@@ -126,7 +93,7 @@ class _Worker:
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works where the host's name does not resolve
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
+                [sys.executable, "-c", "import worker_process; worker_process.main()", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -155,12 +122,12 @@ class _Pool:
         self.cases = itertools.count()
         self.busy = False
 
-    def run(self, world: int, function: _Function, args: bytes, timeout: float, expect_errors: bool) -> list[Any]:
+    def run(self, world: int, function: Function, args: bytes, timeout: float, expect_errors: bool) -> list[Any]:
         self.busy = True
         self._start(world)
         self._ask([("load", function)] * world, START_LIMIT_S)
         store = f"{self.folder}/store{next(self.cases)}"
-        calls = [("call", _Call(function, rank, world, args, store, timeout)) for rank in range(world)]
+        calls = [("call", Call(function, rank, world, args, store, timeout)) for rank in range(world)]
         results = self._ask(calls, timeout, expect_errors=expect_errors)
         if any(isinstance(result, WorkerDied) for result in results):
             self.close()
@@ -200,30 +167,32 @@ class _Pool:
         answers: dict[int, Any] = {}  # in the order of arrival
         deadline = time.monotonic() + limit_s
         while rank_of and (left := deadline - time.monotonic()) > 0:
-            for conn in wait(list(rank_of), timeout=left):
-                assert isinstance(conn, Connection)
+            for conn in cast(list[Connection], wait(list(rank_of), timeout=left)):
                 rank = rank_of.pop(conn)
                 answer = self._receive(rank, conn)
                 answers[rank] = answer
-                if isinstance(answer, _Failure) and not expect_errors:
+                if isinstance(answer, Failure) and not expect_errors:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)}
+        failures = {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}
         if rank_of and (expect_errors or not failures):
             raise WorkerTimeout(self._describe_timeout(sorted(rank_of.values()), limit_s))
         if failures and not expect_errors:
             if not rank_of and not any(isinstance(failure.error, WorkerDied) for failure in failures.values()):
                 self._clean_after_failure(len(requests), requests[0][0])
             _raise_first(failures, sorted(rank_of.values()))
-        return [answer.error if isinstance(answer := answers[rank], _Failure) else answer for rank in sorted(answers)]
+        return [answer.error if isinstance(answer := answers[rank], Failure) else answer for rank in sorted(answers)]
 
     def _receive(self, rank: int, conn: Connection) -> Any:
         try:
-            return pickle.loads(conn.recv_bytes())
+            answer = pickle.loads(conn.recv_bytes())
         except (EOFError, OSError):
             worker = self.workers[rank]
             code = worker.process.wait()
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            return _Failure(WorkerDied(f"rank {rank} died ({how}); its last output:\n{worker.tail()}"), "")
+            return Failure(WorkerDied(f"rank {rank} died ({how}); its last output:\n{worker.tail()}"), "")
+        if isinstance(answer, Failure):
+            answer.error.add_note(f"on rank {rank}:\n{answer.trace}")
+        return answer
 
     def _clean_after_failure(self, world: int, request: str) -> None:
         """All ranks have answered, so the workers are good for the next case."""
@@ -240,131 +209,15 @@ class _Pool:
         return f"ranks {ranks} did not end within {limit_s:g} s\n" + "\n".join(tails)
 
 
-def _raise_first(failures: dict[int, _Failure], stuck: list[int]) -> None:
+def _raise_first(failures: dict[int, Failure], stuck: list[int]) -> None:
     """Raise the failure that came first (a death before all others: it is what makes the other ranks fail)."""
     ranks = sorted(failures, key=lambda rank: not isinstance(failures[rank].error, WorkerDied))  # stable
-    first = failures[ranks[0]]
+    error = failures[ranks[0]].error
     others = [f"rank {rank}: {type(failures[rank].error).__name__}: {failures[rank].error}" for rank in ranks[1:]]
     stopped = [f"ranks {stuck} had not ended {GRACE_S:g} s later and were stopped"] if stuck else []
-    first.error.add_note("\n".join([f"on rank {ranks[0]}:\n{first.trace}", *others, *stopped]))
-    raise first.error
+    error.add_note("\n".join([*others, *stopped]))
+    raise error
 
 
 _pool = _Pool()
 atexit.register(_pool.close)
-
-
-# -------------------------------------------------------------------------------------------- the worker's side
-
-
-def _serve(conn: Connection) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    while True:
-        try:
-            request, value = pickle.loads(conn.recv_bytes())
-        except EOFError:
-            return
-        try:
-            if request == "load":
-                _load(value)
-                answer: Any = None
-            elif request == "call":
-                os.ftruncate(2, 0)  # a tail is about one case
-                answer = _call(value)
-            else:
-                answer = _clean()
-            payload = pickle.dumps(answer)
-        except BaseException as error:  # pytest's own skip and fail are no Exceptions
-            traceback.print_exc()
-            payload = pickle.dumps(_Failure(_portable(error), traceback.format_exc()))
-            _forget_frames(error)
-            conn.send_bytes(payload)
-            _clean()  # at once: closed connections make ranks that wait for this one fail instead of hang
-            continue
-        conn.send_bytes(payload)
-
-
-def _load(function: _Function) -> Any:
-    module = sys.modules.get(function.module)
-    if module is None or str(Path(getattr(module, "__file__", None) or "").resolve()) != function.path:
-        module = _import_file(function)
-    value: Any = module
-    for name in function.qualname.split("."):
-        value = getattr(value, name)
-    return value
-
-
-def _import_file(function: _Function) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(function.module, function.path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[function.module] = module  # under the test's name for it, so that its classes can be pickled
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[function.module]
-        raise
-    return module
-
-
-def _call(call: _Call) -> Any:
-    import torch
-    from torch import distributed
-
-    fn, args = _load(call.function), pickle.loads(call.args)
-    torch.manual_seed(0)
-    distributed.init_process_group(
-        "gloo",
-        store=distributed.FileStore(call.store, call.world),
-        rank=call.rank,
-        world_size=call.world,
-        timeout=timedelta(seconds=call.timeout_s),
-    )
-    return fn(call.rank, call.world, *args)
-
-
-def _clean() -> None:
-    """Take down what a case may have left: model-parallel state, process groups, objects that hold on to them."""
-    from torch import distributed
-
-    for name in ("megatron_dcp.parallel_state", "megatron.core.parallel_state"):
-        if (state := sys.modules.get(name)) is not None:
-            state.destroy_model_parallel()
-    gc.collect()
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
-
-
-def _portable(error: BaseException) -> BaseException:
-    try:
-        return pickle.loads(pickle.dumps(error))
-    except Exception:  # whatever a foreign __reduce__ or __init__ may raise
-        return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """Frames in tracebacks keep process groups, and so their connections, alive."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error.__traceback__ = None
-        error, error.__cause__ = error.__cause__ or error.__context__, None
-
-
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(1)
-
-
-def _main() -> None:
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)
-    os.set_inheritable(int(sys.argv[1]), False)
-    _serve(Connection(int(sys.argv[1])))
-
-
-if __name__ == "__main__":
-    _main()

@@ -40,7 +40,7 @@ VALUES = (
     "candle canvas carpet carrot cedar cello cherry chestnut clover cobalt cocoa copper coral cotton cradle cricket "
     "daisy feather fennel fiddle garlic ginger goblet hammer hazel honey indigo ivy jasmine juniper kettle ladder "
     "lemon lilac linen lobster magnet mango maple marble medal mirror mustard needle nettle nutmeg olive onion orchid "
-    "oyster paddle parsley pebble pepper pickle pigeon pillow plum poppy puppet quartz quill raisin ribbon saddle "
+    "oyster paddle parsley pebble pepper pickle pigeon plum poppy puppet quartz quill raisin ribbon saddle "
     "saffron scissors sickle spindle spoon sugar teapot thimble timber tulip turnip violet walnut whistle willow zebra"
 ).split()
 
@@ -175,13 +175,20 @@ class DocumentSampler:
         self.rng = random.Random(seed)
         self.filler_weight = filler_weight
 
-    def copy_sample(self, length: int) -> Sample:
-        """A run of random tokens, repeated to the end: the shortest lesson in looking back."""
-        period = self.rng.randrange(length // 8, length // 2 + 1)
-        vocab = self.tokenizer.get_vocab_size()
-        run = [self.rng.randrange(vocab) for _ in range(period)]
-        ids = (run * (length // period + 1))[:length]
-        return Sample(ids, [0.0] * (period + 1) + [1.0] * (length - period - 1))
+    def drill_sample(self, length: int, facts: int) -> Sample:
+        """Bare facts, `Silver Heron is copper lantern thistle.`, said over and over in random order."""
+        drawn = draw_facts(self.rng, facts, held_out=False)
+        ids: list[int] = []
+        weights: list[float] = []
+        told = False
+        while len(ids) < length:
+            self.rng.shuffle(drawn)
+            for fact in drawn:
+                piece = self._pieces((f" {fact.key} is", 0.0), (f" {fact.value}", 1.0 if told else 0.0), (".", 0.0))
+                ids += piece.ids
+                weights += piece.weights
+            told = True
+        return Sample(ids[:length], weights[:length])
 
     def fact_sample(self, length: int, questions: int) -> Sample:
         """Prose of `length` tokens with `questions` facts and their questions."""

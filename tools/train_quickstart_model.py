@@ -44,7 +44,7 @@ class Shape:
     num_attention_heads: int = 4
     num_query_groups: int = 2
     kv_channels: int = 64
-    vocab_size: int = 1024
+    vocab_size: int = 1280
     max_sequence_length: int = 6144
     rotary_base: int = 1_000_000
     layernorm_epsilon: float = 1e-5
@@ -59,10 +59,11 @@ class Stage:
     batch: int
     questions: int
     lr: float
+    drill: bool = False
 
 
 STAGES = (
-    Stage(steps=200, length=256, batch=16, questions=0, lr=2e-3),
+    Stage(steps=200, length=64, batch=32, questions=2, lr=2e-3, drill=True),
     Stage(steps=800, length=256, batch=16, questions=6, lr=2e-3),
     Stage(steps=400, length=512, batch=8, questions=12, lr=2e-3),
     Stage(steps=300, length=1024, batch=4, questions=22, lr=1.5e-3),
@@ -159,11 +160,8 @@ def build_model(shape: Shape) -> GPTModel:
 
 def next_batch(sampler: DocumentSampler, stage: Stage) -> tuple[torch.Tensor, torch.Tensor]:
     """`ids [B, S]` and `weights [B, S]`."""
-    samples: list[Sample] = []
-    while len(samples) < stage.batch:
-        samples.append(
-            sampler.fact_sample(stage.length, stage.questions) if stage.questions else sampler.copy_sample(stage.length)
-        )
+    draw = sampler.drill_sample if stage.drill else sampler.fact_sample
+    samples = [draw(stage.length, stage.questions) for _ in range(stage.batch)]
     return torch.tensor([s.ids for s in samples]), torch.tensor([s.weights for s in samples])
 
 

@@ -1,8 +1,7 @@
 """Which sequence holds which physical block of the KV pool. One table serves all DCP ranks; no torch.
 
-Free space is a sorted list of extents. An attention back end reads consecutive blocks in place, so the allocator keeps a
-sequence in few runs: it grows into the block behind its last one, and a new sequence starts where both it and
-the sequence in front of it have room to grow::
+An attention back end reads consecutive blocks in place, so the allocator keeps a sequence in few runs: it grows into
+the block behind its last one, and a new sequence starts where both it and the one in front of it can grow::
 
     [A A A . . . . . . . . .]   B comes: middle of the largest free extent
     [A A A . . . . B B . . .]   A and B grow to the right without being cut up
@@ -156,17 +155,14 @@ class BlockPool:
             return f"{blocks} block{'' if blocks == 1 else 's'}{tokens}"
 
         permanent = num_blocks > self.num_blocks
-        message = f"sequence {seq!r} needs {size(num_blocks)} of KV cache, "
         if permanent:
-            message += (
-                f"but the pool of the whole DCP group has {size(self.num_blocks)}; shorten the sequence, or raise "
-            )
-            message += "num_blocks, bytes_per_rank or decode_context_parallel_size"
+            bound = f"the pool of the whole DCP group has {size(self.num_blocks)}"
+            remedy = "shorten the sequence, or raise num_blocks, bytes_per_rank or decode_context_parallel_size"
         else:
-            message += f"{size(needed)} more than it holds, but {size(self._num_free)} of the DCP group's "
-            message += (
-                f"{size(self.num_blocks)} are free; free other sequences first, or raise num_blocks or bytes_per_rank"
-            )
+            bound = f"only {size(self._num_free)} of the DCP group's {size(self.num_blocks)} are free"
+            remedy = "free other sequences first, or raise num_blocks or bytes_per_rank"
+        more = f", {size(needed)} more than it holds" if needed < num_blocks else ""
+        message = f"sequence {seq!r} needs {size(num_blocks)} of KV cache{more}, but {bound}; {remedy}"
         return OutOfBlocks(message, needed=needed, free=self._num_free, permanent=permanent)
 
 

@@ -13,7 +13,7 @@ block id stands for on all ranks. For ``D = 2``, ``I = 2``, ``block_size = 4``::
 The local index grows with the global position. So the tokens that a rank owns of a range of positions are a range of
 local indices, and the keys that a query may see on a rank are the first ``visible`` ones of that rank's shard.
 
-The formulas use ``//``, ``%`` and ``==`` only: everything typed ``IntOrTensor`` takes an int or, elementwise, an integer
+The formulas use ``//``, ``%`` and ``==`` only: what is typed ``IntOrTensor`` takes an int or, elementwise, an integer
 tensor. Positions are not negative.
 """
 

@@ -61,9 +61,9 @@ def blocks_in(
 class KVPool:
     """Keys and values of all layers of one rank, by slot.
 
-    The memory is not initialised (on a CPU the system maps a page when it is first written, so an unused part of the pool
-    costs nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN included:
-    no reader may look at it, not even to multiply it with 0.
+    The memory is not initialised (on a CPU the system maps a page when it is first written, so the unused part of a
+    pool costs nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN
+    included: no reader may look at it, not even to multiply it with 0.
 
     Args:
         num_layers: Layers of this rank.
@@ -110,11 +110,13 @@ class KVPool:
         self.dtype = dtype
         self.order = order
         per_head = self.num_slots * num_kv_heads
-        self._buffer = _allocate(num_layers * per_head * (head_dim + v_dim), dtype, torch.device(device))
         self._layers: list[tuple[Tensor, Tensor]] = []
-        for layer in self._buffer.chunk(num_layers):
-            k, v = layer.split([per_head * head_dim, per_head * v_dim])
-            self._layers.append((self._by_slot(k, num_kv_heads), self._by_slot(v, num_kv_heads)))
+        # Made under inference_mode, the tensors could never be written outside it.
+        with torch.inference_mode(False):
+            self._buffer = _allocate(num_layers * per_head * (head_dim + v_dim), dtype, torch.device(device))
+            for layer in self._buffer.chunk(num_layers):
+                k, v = layer.split([per_head * head_dim, per_head * v_dim])
+                self._layers.append((self._by_slot(k, num_kv_heads), self._by_slot(v, num_kv_heads)))
 
     @property
     def bytes(self) -> int:
@@ -138,9 +140,10 @@ class KVPool:
             IndexError: On a CPU, a slot that the pool does not have; a GPU stops with a device-side assertion.
         """
         k_SKH, v_SKV = self._layers[index]
-        # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end.
-        k_SKH.index_copy_(0, slot_t, k_tKH.to(self.dtype))
-        v_SKV.index_copy_(0, slot_t, v_tKV.to(self.dtype))
+        # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end. Without detach
+        # the pool would keep the autograd graph of a model that is being trained.
+        k_SKH.index_copy_(0, slot_t, k_tKH.detach().to(self.dtype))
+        v_SKV.index_copy_(0, slot_t, v_tKV.detach().to(self.dtype))
 
     def _by_slot(self, flat: Tensor, num_kv_heads: int) -> Tensor:
         if self.order == "slots_first":

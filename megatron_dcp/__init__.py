@@ -1,0 +1,57 @@
+"""Decode context parallelism for Megatron-Core: the KV cache of every sequence, sharded over ranks, exact.
+
+``LLM`` generates; ``enable_dcp`` gives a live Megatron model its decode path; ``megatron_dcp.parallel_state`` makes
+the groups. Names load on first use: importing the package imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_dcp.checkpoint import convert, load_model
+    from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from megatron_dcp.engine.llm import LLM
+    from megatron_dcp.engine.request import RequestOutput, SamplingParams
+    from megatron_dcp.layers import dcp_layer_spec, enable_dcp
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "engine.llm",
+    "RequestOutput": "engine.request",
+    "SamplingParams": "engine.request",
+    "CacheConfig": "config",
+    "EngineConfig": "config",
+    "ModelConfig": "config",
+    "ParallelConfig": "config",
+    "convert": "checkpoint",
+    "load_model": "checkpoint",
+    "dcp_layer_spec": "layers",
+    "enable_dcp": "layers",
+}
+
+__all__ = [
+    "LLM",
+    "CacheConfig",
+    "EngineConfig",
+    "ModelConfig",
+    "ParallelConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "convert",
+    "dcp_layer_spec",
+    "enable_dcp",
+    "load_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

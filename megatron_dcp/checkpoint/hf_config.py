@@ -1,0 +1,166 @@
+"""``config.json`` of a Hugging Face model, from and to `ModelConfig`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dcp.checkpoint.families import FAMILIES, Family, family_of
+from megatron_dcp.checkpoint.names import padded_vocab_size
+from megatron_dcp.config import ModelConfig
+from megatron_dcp.rope import inverse_frequencies
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``; ``ValueError`` where there is none."""
+    try:
+        values = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: the checkpoint is incomplete") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is truncated or no JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}, not an object")
+    return values
+
+
+def family_named(values: dict[str, Any], where: str) -> Family:
+    """The family that ``config.json`` names; ``ValueError`` if it is not supported."""
+    model_type = values.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"model_type={model_type!r} in {where} is not supported; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def config_from_hf(
+    values: dict[str, Any], where: str, *, generation: dict[str, Any] | None = None
+) -> tuple[ModelConfig, Family]:
+    """The shape and family that a ``config.json`` describes.
+
+    Args:
+        values: Content of ``config.json``, as written by transformers 4 or 5.
+        where: The file, for messages.
+        generation: Content of ``generation_config.json``; its end tokens come first, as in ``transformers``.
+
+    Raises:
+        ValueError: The family is not supported, a size is missing, or the model has parts that are not supported.
+    """
+    family = family_named(values, where)
+    values = {**family.defaults, **{name: value for name, value in values.items() if value is not None}}
+    missing = [name for name in _REQUIRED if name not in values]
+    if missing:
+        raise ValueError(f"{where} lacks {', '.join(missing)}, without which the model's shape is not known")
+    _check_supported(values, family, where)
+    theta, scaling = _rope(values, where)
+    heads = values["num_attention_heads"]
+    eos = (generation or {}).get("eos_token_id", values.get("eos_token_id"))
+    config = ModelConfig(
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        ffn_hidden_size=values["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=values.get("num_key_value_heads", heads),
+        kv_channels=values.get("head_dim", values["hidden_size"] // heads),
+        vocab_size=values["vocab_size"],
+        padded_vocab_size=padded_vocab_size(values["vocab_size"]),
+        max_position_embeddings=values["max_position_embeddings"],
+        normalization="RMSNorm",
+        norm_epsilon=values["rms_norm_eps"],
+        swiglu=True,
+        add_qkv_bias=family.qkv_bias,
+        add_bias_linear=False,
+        qk_layernorm=family.qk_norm,
+        rotary_base=theta,
+        rope_scaling=scaling,
+        untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
+        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+    )
+    try:
+        inverse_frequencies(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return config, family
+
+
+def config_to_hf(config: ModelConfig, dtype: torch.dtype, original: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A ``config.json`` that `config_from_hf` and ``transformers`` read as ``config``.
+
+    Args:
+        dtype: dtype of the weights.
+        original: The ``config.json`` that the model once came with: kept as it is while it still describes the
+            model, else kept where it says nothing about the shape.
+
+    Raises:
+        ValueError: No supported family has such models.
+    """
+    family = family_of(config, (original or {}).get("model_type"))
+    name = str(dtype).removeprefix("torch.")
+    if original and original.get("model_type") == family.model_type and _describes(original, config):
+        key = "torch_dtype" if "torch_dtype" in original and "dtype" not in original else "dtype"
+        return original | {key: name}
+    eos = list(config.eos_token_ids)
+    values: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "rope_theta": config.rotary_base,
+        "rope_scaling": config.rope_scaling,
+        "attention_bias": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": None,
+        "torch_dtype": name,
+    }
+    if original:
+        about_shape = {*values, "rope_parameters", "layer_types", "dtype"} - {"bos_token_id", "pad_token_id"}
+        values |= {key: value for key, value in original.items() if key not in about_shape}
+    return values
+
+
+def _describes(original: dict[str, Any], config: ModelConfig) -> bool:
+    try:
+        described, _ = config_from_hf(original, "config.json")
+    except (ValueError, KeyError, TypeError):
+        return False
+    ignored = {"padded_vocab_size", "eos_token_ids"}  # the one is Megatron's, the other may be generation_config's
+    return all(getattr(described, name) == getattr(config, name) for name in vars(config) if name not in ignored)
+
+
+def _check_supported(values: dict[str, Any], family: Family, where: str) -> None:
+    if "quantization_config" in values:
+        raise ValueError(f"{where} has quantization_config: quantised weights are not supported; use the original ones")
+    for name, off in {**family.off, "hidden_act": ("silu",), "partial_rotary_factor": (1, 1.0)}.items():
+        if name in values and values[name] not in off:
+            raise ValueError(f"{name}={values[name]!r} in {where} is not supported for {family.model_type} models")
+    kinds = set(values.get("layer_types", ())) - {"full_attention"}
+    if kinds:
+        raise ValueError(f"layer_types in {where} has {', '.join(sorted(kinds))}, which is not supported")
+
+
+def _rope(values: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5)."""
+    parameters = {**values.get("rope_scaling", {}), **values.get("rope_parameters", {})}
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ValueError(f"rope_parameters in {where} differ from layer to layer, which is not supported")
+    theta = float(parameters.pop("rope_theta", values.get("rope_theta", 10000.0)))
+    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor in {where} is not supported")
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    parameters.pop("type", None)
+    return theta, None if kind == "default" else {**parameters, "rope_type": kind}

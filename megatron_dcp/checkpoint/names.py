@@ -1,0 +1,145 @@
+"""The tensors of a Megatron GPT model: names, whole shapes, and how tensor parallelism cuts them.
+
+Names are the parameter names of a model built from Megatron's local layer spec. *Whole* means: of all tensor
+parallel ranks together, vocabulary padded.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.config import ModelConfig
+
+VOCAB_DIVISIBLE_BY = 128
+
+# TransformerEngine's layers hold the norm in front of a linear layer inside that layer; so do torch_dist checkpoints.
+FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One parameter.
+
+    Attributes:
+        shape: Whole shape.
+        tp_dim: Dimension that tensor parallelism cuts; ``None``: every rank holds it whole.
+        parts: Equal parts that lie one after the other along ``tp_dim``; a rank holds its share of every one.
+            2 for the first layer of a gated MLP, ``[gate; up]``.
+        vocab: Whether dimension 0 is the padded vocabulary.
+    """
+
+    shape: tuple[int, ...]
+    tp_dim: int | None = None
+    parts: int = 1
+    vocab: bool = False
+
+
+def padded_vocab_size(vocab_size: int, tp: int = 1) -> int:
+    """Rows of the embedding by Megatron's convention: the next multiple of ``128 * tp``."""
+    multiple = VOCAB_DIVISIBLE_BY * tp
+    return -(-vocab_size // multiple) * multiple
+
+
+def layer_name(layer: int, rest: str) -> str:
+    """Name of a tensor of the layer with global number ``layer`` (from 0)."""
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def split_layer_name(name: str) -> tuple[int | None, str]:
+    """The layer's number and the rest of the name; ``(None, name)`` for tensors of no layer."""
+    match = _LAYER.match(name)
+    return (int(match[1]), match[2]) if match else (None, name)
+
+
+def local_name(rest: str) -> str:
+    """The name inside a layer that Megatron's local spec uses for ``rest``, which may be a fused norm's."""
+    for fused, plain in FUSED_NORMS.items():
+        if rest.startswith(fused):
+            return plain + rest.removeprefix(fused)
+    return rest
+
+
+def fused_name(rest: str) -> str:
+    """Inverse of `local_name`: the name inside a layer that ``torch_dist`` checkpoints use."""
+    for fused, plain in FUSED_NORMS.items():
+        if rest.startswith(plain):
+            return fused + rest.removeprefix(plain)
+    return rest
+
+
+def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    """Every parameter of the model by name, in the order of the forward pass."""
+    hidden, ffn, head = config.hidden_size, config.ffn_hidden_size, config.kv_channels
+    queries = config.num_attention_heads * head
+    qkv = queries + 2 * config.num_query_groups * head
+    gated = 2 if config.swiglu else 1
+    embedding = TensorSpec((config.padded_vocab_size, hidden), tp_dim=0, vocab=True)
+
+    def norm(name: str, size: int) -> dict[str, TensorSpec]:
+        kinds = ("weight", "bias") if config.normalization == "LayerNorm" else ("weight",)
+        return {f"{name}.{kind}": TensorSpec((size,)) for kind in kinds}
+
+    layer: dict[str, TensorSpec] = norm("input_layernorm", hidden)
+    layer["self_attention.linear_qkv.weight"] = TensorSpec((qkv, hidden), tp_dim=0)
+    if config.add_qkv_bias or config.add_bias_linear:
+        layer["self_attention.linear_qkv.bias"] = TensorSpec((qkv,), tp_dim=0)
+    if config.qk_layernorm:
+        layer |= norm("self_attention.q_layernorm", head) | norm("self_attention.k_layernorm", head)
+    layer["self_attention.linear_proj.weight"] = TensorSpec((hidden, queries), tp_dim=1)
+    layer |= norm("pre_mlp_layernorm", hidden)
+    layer["mlp.linear_fc1.weight"] = TensorSpec((gated * ffn, hidden), tp_dim=0, parts=gated)
+    layer["mlp.linear_fc2.weight"] = TensorSpec((hidden, ffn), tp_dim=1)
+    if config.add_bias_linear:
+        layer["self_attention.linear_proj.bias"] = TensorSpec((hidden,))
+        layer["mlp.linear_fc1.bias"] = TensorSpec((gated * ffn,), tp_dim=0, parts=gated)
+        layer["mlp.linear_fc2.bias"] = TensorSpec((hidden,))
+
+    tensors = {"embedding.word_embeddings.weight": embedding}
+    for i in range(config.num_layers):
+        tensors |= {layer_name(i, rest): spec for rest, spec in layer.items()}
+    tensors |= norm("decoder.final_layernorm", hidden)
+    if config.untie_embeddings_and_output_weights:
+        tensors["output_layer.weight"] = embedding
+    return tensors
+
+
+def shard_ranges(spec: TensorSpec, tp: int, rank: int) -> list[tuple[int, int]]:
+    """``(start, length)`` along ``tp_dim`` of what ``rank`` of ``tp`` holds, one per part, in order."""
+    assert spec.tp_dim is not None
+    part = spec.shape[spec.tp_dim] // spec.parts
+    assert part % tp == 0, (spec, tp)
+    length = part // tp
+    return [(p * part + rank * length, length) for p in range(spec.parts)]
+
+
+def shard(whole: Tensor, spec: TensorSpec, tp: int, rank: int) -> Tensor:
+    """What ``rank`` of ``tp`` tensor parallel ranks holds of ``whole``; a view where that is possible."""
+    if spec.tp_dim is None or tp == 1:
+        return whole
+    pieces = [whole.narrow(spec.tp_dim, start, length) for start, length in shard_ranges(spec, tp, rank)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=spec.tp_dim)
+
+
+def join(shards: list[Tensor], spec: TensorSpec) -> Tensor:
+    """Inverse of `shard`: the whole tensor from those of all ranks, in rank order."""
+    if spec.tp_dim is None or len(shards) == 1:
+        return shards[0]
+    parts = [s.chunk(spec.parts, dim=spec.tp_dim) for s in shards]
+    return torch.cat([rank_parts[p] for p in range(spec.parts) for rank_parts in parts], dim=spec.tp_dim)
+
+
+def fit_vocab(tensor: Tensor, vocab_size: int, padded: int) -> Tensor:
+    """``tensor`` with its first ``vocab_size`` rows kept and zero rows after them, ``padded`` rows in all."""
+    if padded == tensor.shape[0] and padded == vocab_size:
+        return tensor
+    out = tensor.new_zeros((padded, *tensor.shape[1:]))
+    out[:vocab_size] = tensor[:vocab_size]
+    return out

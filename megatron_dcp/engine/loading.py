@@ -1,0 +1,59 @@
+"""How ``LLM`` comes by its groups and its model, with every failure on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import distributed
+
+from megatron_dcp import parallel_state
+from megatron_dcp.checkpoint import load_model, read_config
+from megatron_dcp.comm.consensus import agree
+from megatron_dcp.config import DcpLayout, ModelConfig, check_within_tp_bound
+
+
+def initialize_groups(tp: int | None, dcp: int | None, layout: DcpLayout | None) -> None:
+    """Make the groups, or hold the sizes against those that exist."""
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tp, decode_context_parallel_size=1 if dcp is None else dcp, dcp_layout=layout or "orthogonal"
+        )
+        return
+    given = {"tensor_model_parallel_size": tp, "decode_context_parallel_size": dcp, "dcp_layout": layout}
+    for name, value in given.items():
+        existing = getattr(parallel_state.get_parallel_config(), name)
+        if value is not None and value != existing:
+            raise ValueError(
+                f"{name}={value!r} differs from the {existing!r} of the groups that exist; leave it out, or call "
+                "megatron_dcp.parallel_state.destroy_model_parallel() first"
+            )
+
+
+def load_checkpoint(path: str, sizes: Any, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ModelConfig]:
+    """Model and shape of a checkpoint. Makes the groups, and takes them down again if the checkpoint does not load."""
+    config = on_all_ranks(read_config, path)
+    existed = parallel_state.is_initialized()
+    initialize_groups(*sizes)
+    try:
+        parallel = parallel_state.get_parallel_config()
+        config.check_tensor_parallel(parallel.tensor_model_parallel_size)
+        check_within_tp_bound(parallel, config.num_query_groups)
+        groups = parallel_state.get_process_group_collection()
+        return on_all_ranks(load_model, path, groups, dtype=dtype, device=device)
+    except Exception:
+        if not existed:
+            parallel_state.destroy_model_parallel()
+        raise
+
+
+def on_all_ranks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(...)``; where it fails on one rank of the world, every rank raises."""
+    result, error = None, None
+    try:
+        result = function(*args, **kwargs)
+    except Exception as caught:
+        error = caught
+    agree(error, distributed.group.WORLD)
+    return result

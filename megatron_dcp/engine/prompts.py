@@ -1,0 +1,117 @@
+"""From what a caller passes to requests: every check that a prompt has to pass before anything runs. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dcp.engine.request import Request, SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptReader:
+    """What the prompts of one model may look like.
+
+    Attributes:
+        vocab_size: Tokens that exist.
+        max_sequence_length: The model's context, in tokens.
+        eos_token_ids: Tokens that end a text.
+        tokenizer: Has ``encode(text) -> list[int]``; ``None``: only token ids are taken.
+    """
+
+    vocab_size: int
+    max_sequence_length: int
+    eos_token_ids: Sequence[int] = ()
+    tokenizer: Any = None
+
+    def read(
+        self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        """The requests, in the order of the prompts.
+
+        Raises:
+            ValueError: Naming the first prompt that the model cannot take, the bound and the remedy.
+        """
+        listed = _as_list(prompts)
+        return [
+            self._request(index, prompt, own)
+            for index, (prompt, own) in enumerate(zip(listed, _one_each(params, len(listed)), strict=True))
+        ]
+
+    def _request(self, index: int, prompt: Any, params: SamplingParams) -> Request:
+        tokens = self._tokens(index, prompt)
+        context = self.max_sequence_length
+        if not tokens:
+            raise ValueError(f"prompt {index} has 0 tokens; give at least one")
+        if len(tokens) > context:
+            raise ValueError(
+                f"prompt {index} has {len(tokens)} tokens, but the model's context is {context}; shorten it, or use a "
+                "model with a longer context"
+            )
+        for place, token in enumerate(tokens):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"prompt {index} has token id {token} at place {place}, but the model has the ids 0 to "
+                    f"{self.vocab_size - 1}; encode it with the tokenizer that belongs to the model"
+                )
+        stop = set(params.stop_token_ids)
+        return Request(
+            index=index,
+            prompt=tokens,
+            params=params,
+            # A prompt that fills the context still gets the token that follows it: that one is never fed back.
+            max_tokens=min(params.max_tokens, max(1, context - len(tokens))),
+            stop_ids=frozenset(stop if params.ignore_eos else stop.union(self.eos_token_ids)),
+        )
+
+    def _tokens(self, index: int, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"prompt {index} is text, but the model came without a tokenizer; give token ids")
+            return list(self.tokenizer.encode(prompt))
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise ValueError(f"prompt {index} is {prompt!r}; give text or a list of token ids")
+        tokens = list(prompt)
+        try:
+            if any(isinstance(token, bool) for token in tokens):
+                raise TypeError
+            return [operator.index(token) for token in tokens]
+        except TypeError:
+            raise ValueError(f"prompt {index} is not a list of whole numbers; give text or token ids") from None
+
+
+def fingerprint(requests: Iterable[Request]) -> bytes:
+    """A digest that differs wherever the requests do."""
+    digest = hashlib.sha256()
+    for request in requests:
+        digest.update(repr((request.prompt, request.params, request.max_tokens, sorted(request.stop_ids))).encode())
+    return digest.digest()
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """``prompts`` as a list, also where it is a single text or a single list of token ids."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r} must be text, a list of token ids, or a list of such")
+    listed = list(prompts)
+    if listed and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in listed):
+        return [listed]
+    return listed
+
+
+def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one for all, or one for each")
+    return params

@@ -1,0 +1,170 @@
+"""KVPool: exact bytes, one storage, views without a copy, writes where they belong and nowhere else."""
+
+import pytest
+import torch
+
+from megatron_dcp.cache.layout import KVLayout
+from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+ORDERS = ["slots_first", "heads_first"]
+
+
+def make(order: str = "slots_first", dtype: torch.dtype = torch.float32, v_dim: int | None = None) -> KVPool:
+    """3 layers, 5 blocks of 4 slots, 2 KV heads of 6, poisoned."""
+    pool = KVPool(3, 5, 4, 2, 6, v_dim, dtype=dtype, order=order)  # type: ignore[arg-type]
+    for index in range(3):
+        for tensor in pool.layer(index):
+            tensor.fill_(torch.nan)
+    return pool
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v_dim", [None, 4])
+def test_bytes_are_what_was_asked_in_one_storage(order: str, dtype: torch.dtype, v_dim: int | None) -> None:
+    shape = {"num_layers": 3, "block_size": 4, "num_kv_heads": 2, "head_dim": 6, "v_dim": v_dim, "dtype": dtype}
+    pool = make(order, dtype, v_dim)
+    expected = 3 * 5 * 4 * 2 * (6 + (v_dim or 6)) * torch.tensor([], dtype=dtype).element_size()
+    assert pool.bytes == expected == 5 * bytes_per_block(**shape)
+    tensors = [tensor for index in range(3) for tensor in pool.layer(index)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    assert sum(storages.values()) == pool.bytes and len(storages) == 1
+    addresses: set[int] = set()
+    for tensor in tensors:
+        index = torch.arange(pool.bytes // dtype.itemsize).as_strided(
+            tensor.shape, tensor.stride(), tensor.storage_offset()
+        )
+        addresses.update(index.flatten().tolist())
+    assert len(addresses) == sum(tensor.numel() for tensor in tensors) == pool.bytes // dtype.itemsize
+
+
+@pytest.mark.parametrize("v_dim", [None, 4])
+def test_blocks_in_floors_and_never_exceeds(v_dim: int | None) -> None:
+    shape = {
+        "num_layers": 3,
+        "block_size": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "v_dim": v_dim,
+        "dtype": torch.bfloat16,
+    }
+    one = bytes_per_block(**shape)
+    assert one == 3 * 4 * 2 * (6 + (v_dim or 6)) * 2
+    assert [blocks_in(n, **shape) for n in (one, one + 1, 2 * one - 1, 2 * one, 10 * one + 3)] == [1, 1, 1, 2, 10]
+    with pytest.raises(ValueError, match=rf"{one - 1} bytes .* less than one block, {one} bytes .*give at least {one}"):
+        blocks_in(one - 1, **shape)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v_dim", [None, 4])
+def test_writes_land_in_their_slots_and_nowhere_else(order: str, dtype: torch.dtype, v_dim: int | None) -> None:
+    pool = make(order, dtype, v_dim)
+    slot_t = torch.tensor([19, 0, 7, 8])
+    k_tKH, v_tKV = torch.randn(4, 2, 6).to(dtype), torch.randn(4, 2, v_dim or 6).to(dtype)
+    pool.write(1, slot_t, k_tKH, v_tKV)
+    for index in range(3):
+        for held, new in zip(pool.layer(index), (k_tKH, v_tKV), strict=True):
+            assert held.shape == (20, 2, new.shape[-1]) and held.dtype == dtype
+            written = torch.zeros(20, dtype=torch.bool)
+            if index == 1:
+                assert torch.equal(held[slot_t], new)
+                written[slot_t] = True
+            assert held[~written].isnan().all()
+
+
+def test_physical_order() -> None:
+    k_SKH, v_SKV = make("slots_first").layer(0)
+    assert k_SKH.is_contiguous() and v_SKV.is_contiguous()
+    k_SKH, v_SKV = make("heads_first").layer(0)
+    assert k_SKH.transpose(0, 1).is_contiguous() and v_SKV.transpose(0, 1).is_contiguous()
+    assert not k_SKH.is_contiguous()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layer_is_a_view(order: str) -> None:
+    pool = make(order)
+    before = pool.layer(2)
+    pool.write(2, torch.tensor([3]), torch.ones(1, 2, 6), torch.full((1, 2, 6), 2.0))
+    assert (before[0][3] == 1).all() and (before[1][3] == 2).all()
+    assert pool.layer(2)[0].data_ptr() == before[0].data_ptr()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_no_token_is_a_legal_write(order: str) -> None:
+    pool = make(order)
+    pool.write(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 2, 6), torch.empty(0, 2, 6))
+    assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("slot", [-1, 20, 2**40])
+def test_a_foreign_slot_raises_and_writes_nothing(order: str, slot: int) -> None:
+    pool = make(order)
+    with pytest.raises(IndexError):
+        pool.write(1, torch.tensor([slot]), torch.ones(1, 2, 6), torch.ones(1, 2, 6))
+    assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index))
+
+
+def test_wrong_shapes_raise() -> None:
+    pool = make(v_dim=4)
+    one = torch.tensor([1])
+    for k_shape, v_shape in [((1, 2, 5), (1, 2, 4)), ((1, 2, 6), (1, 2, 6)), ((2, 2, 6), (2, 2, 4)), ((1, 1, 6),) * 2]:
+        with pytest.raises((RuntimeError, IndexError)):
+            pool.write(0, one, torch.ones(k_shape), torch.ones(v_shape))
+
+
+def test_write_takes_other_dtypes_and_strided_views() -> None:
+    pool = make("heads_first", torch.bfloat16)
+    qkv = torch.randn(3, 2, 18)
+    k_tKH, v_tKV = qkv[..., 6:12], qkv[..., 12:]
+    slot_t = torch.tensor([2, 4, 6])
+    pool.write(0, slot_t, k_tKH, v_tKV)
+    assert torch.equal(pool.layer(0)[0][slot_t], k_tKH.bfloat16())
+    assert torch.equal(pool.layer(0)[1][slot_t], v_tKV.bfloat16())
+
+
+def test_a_pool_keeps_no_graph_and_lives_in_and_out_of_inference_mode() -> None:
+    with torch.inference_mode():
+        pool = make()
+        inside = torch.ones(1, 2, 6)
+        pool.write(0, torch.tensor([0]), inside, inside)
+    grad = torch.ones(1, 2, 6, requires_grad=True) * 2
+    pool.write(0, torch.tensor([1]), grad, grad)
+    for held in pool.layer(0):
+        assert not held.requires_grad
+        assert (held[0] == 1).all() and (held[1] == 2).all()
+
+
+def test_shards_of_all_ranks_make_the_sequence() -> None:
+    """Write a sequence in uneven steps through the layout and one table, then read it back by position."""
+    layout, table, length = KVLayout(dcp_size=3, interleave=2, block_size=4), [4, 1, 3], 29
+    k_THK = torch.randn(length, 2, 6)
+    pools = [make() for _ in range(3)]
+    for start, stop in [(0, 1), (1, 2), (2, 13), (13, 14), (14, 29)]:
+        for rank, pool in enumerate(pools):
+            mine = layout.local_range(start, stop, rank)
+            local_t = torch.arange(mine.start, mine.stop)
+            new = k_THK[layout.global_position(local_t, rank)]
+            pool.write(0, layout.slot(torch.tensor(table)[local_t // 4], local_t), new, -new)
+    for position in range(length):
+        local = layout.local_index(position)
+        k_SKH, v_SKV = pools[layout.owner(position)].layer(0)
+        slot = table[local // 4] * 4 + local % 4
+        assert torch.equal(k_SKH[slot], k_THK[position]) and torch.equal(v_SKV[slot], -k_THK[position])
+    assert sum(int((~pool.layer(0)[0][:, 0, 0].isnan()).sum()) for pool in pools) == length
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "v_dim"])
+def test_bad_sizes_are_named(name: str) -> None:
+    sizes = dict.fromkeys(("num_layers", "num_blocks", "block_size", "num_kv_heads", "head_dim", "v_dim"), 2)
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        KVPool(**(sizes | {name: 0}), dtype=torch.float32)
+
+
+def test_unknown_order_and_too_large_a_pool() -> None:
+    with pytest.raises(ValueError, match="order='tokens_first'.*slots_first, heads_first"):
+        KVPool(1, 1, 1, 1, 1, dtype=torch.float32, order="tokens_first")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bytes could not be allocated on cpu .*lower num_blocks"):
+        KVPool(1, 2**50, 1, 1, 1, dtype=torch.float32)
