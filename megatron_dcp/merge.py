@@ -27,16 +27,17 @@ def merge_weights(lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
         ``(weight_PTN, lse_TN)``: weights that sum to 1 over ``P`` (all 0 where every partial is empty).
     """
     peak_TN = lse_PTN.amax(dim=0)
-    safe_TN = torch.where(peak_TN == -torch.inf, torch.zeros_like(peak_TN), peak_TN)
+    safe_TN = peak_TN.masked_fill(peak_TN == -torch.inf, 0.0)
     weight_PTN = torch.exp(lse_PTN - safe_TN)
-    total_TN = weight_PTN.sum(dim=0)
+    total_TN = _sum_in_order(weight_PTN)
     lse_TN = safe_TN + torch.log(total_TN)
-    return weight_PTN / torch.where(total_TN == 0, torch.ones_like(total_TN), total_TN), lse_TN
+    return weight_PTN / total_TN.masked_fill(total_TN == 0, 1.0), lse_TN
 
 
 def weigh(out_TNH: Tensor, weight_TN: Tensor) -> Tensor:
     """``weight * out``, with 0 where the weight is 0, whatever ``out`` holds there (NaN included)."""
-    return torch.where(weight_TN.unsqueeze(-1) == 0, torch.zeros_like(out_TNH), out_TNH * weight_TN.unsqueeze(-1))
+    weight_TN1 = weight_TN.unsqueeze(-1)
+    return (out_TNH * weight_TN1).masked_fill_(weight_TN1 == 0, 0.0)
 
 
 def merge_partials(out_PTNH: Tensor, lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,13 @@ def merge_partials(out_PTNH: Tensor, lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
         ``(out_TNH, lse_TN)``, fp32.
     """
     weight_PTN, lse_TN = merge_weights(lse_PTN)
-    out_TNH = weigh(out_PTNH[0], weight_PTN[0])
-    for out, weight in zip(out_PTNH[1:], weight_PTN[1:], strict=True):
-        out_TNH = out_TNH + weigh(out, weight)
-    return out_TNH, lse_TN
+    return _sum_in_order(weigh(out_PTNH, weight_PTN)), lse_TN
+
+
+def _sum_in_order(x_P: Tensor) -> Tensor:
+    """Sum over the first dimension, one by one: ``Tensor.sum`` may take another order for another shape."""
+    parts = iter(x_P.unbind())
+    total = next(parts).clone()
+    for part in parts:
+        total += part
+    return total

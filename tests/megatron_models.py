@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from torch import Tensor
 
 from megatron_dcp import parallel_state
@@ -64,6 +67,7 @@ def shard(state: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
 
 def whole_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
     """The oracle: Megatron's own modules, on this rank alone."""
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # its forward asks for one, without a GPU
     return _fill(build_model(config, _single_rank_groups(), dtype=dtype), state)
 
 
@@ -129,17 +133,9 @@ def forced_logits(
 
 
 def _single_rank_groups() -> Any:
-    """Process groups of this rank alone, made once per process group world (a collective call)."""
-    import torch.distributed as dist
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    world = dist.group.WORLD
-    cached = getattr(world, "_dcp_test_single", None)
-    if cached is None:
-        own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        cached = ProcessGroupCollection(tp=own, pp=own, cp=own, embd=None, dp=own, dp_cp=own, ep=own, expt_tp=own)
-        world._dcp_test_single = cached
-    return cached
+    """Process groups of this rank alone (a collective call)."""
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    return ProcessGroupCollection(tp=own, pp=own, cp=own, embd=None, dp=own, dp_cp=own, ep=own, expt_tp=own)
 
 
 def _fill(model: Any, state: dict[str, Tensor]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,7 @@ def write_hf(
         # Views into a packed tensor would share memory, which safetensors refuses.
         held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in _take(tensors, names)}
         save_file(held, directory / file, metadata={"format": "pt"})
+        shutil.copymode(directory / HF_CONFIG, directory / file)  # safetensors lets only the owner read its files
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = sum(_nbytes(source, row) for row in rows)

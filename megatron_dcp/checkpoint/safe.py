@@ -43,28 +43,29 @@ class _Inert:
         pass
 
 
-def load_torch(path: Path, *, mmap: bool = False) -> Any:
+def load_torch(path: Path, *, content: bytes | None = None, mmap: bool = False) -> Any:
     """``torch.load`` on the CPU with weights-only safety.
 
     Args:
+        content: What to read instead of the file, which then only gives its name to messages.
         mmap: Map the file instead of reading it, where its format allows that: tensors are read when they are used.
 
     Raises:
         ValueError: The file is truncated or no such file, or it holds classes beyond those that are known harmless.
     """
     try:
-        unsafe = _unsafe_globals(path)
+        unsafe = _unsafe_globals(_stream(path, content))
         refused = [name for name in unsafe if not name.startswith(_INERT)]
         if refused:
             raise ValueError(_refusal(path, refused))
         stubs = [(type("Inert", (_Inert,), {}), name) for name in unsafe]
-        with torch.serialization.safe_globals([*_PLAIN, *stubs]):
+        with _allowed(*_PLAIN, *stubs):
             try:
-                return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap or None)
+                return torch.load(_stream(path, content), map_location="cpu", weights_only=True, mmap=mmap or None)
             except RuntimeError as error:
                 if not mmap or "mmap" not in str(error):
                     raise
-                return torch.load(path, map_location="cpu", weights_only=True)  # written before torch 1.6
+                return torch.load(path, map_location="cpu", weights_only=True)  # the format from before torch 1.6
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the checkpoint is incomplete") from error
     except pickle.UnpicklingError as error:
@@ -121,9 +122,12 @@ class _MetadataUnpickler(pickle.Unpickler):
         ("builtins", "set"),
         ("builtins", "frozenset"),
     }
+    _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the second since Python 3.13
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = self._RENAMED.get((module, name), (module, name))
+        if (module, name) in self._PATHS:
+            return pathlib.PurePosixPath
         if "." not in name:
             found = None
             if (module, name) in self._OTHERS or module in self._CLASSES or module == "torch":
@@ -136,11 +140,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise _Refused(f"{module}.{name}")
 
 
-def _unsafe_globals(path: Path) -> list[str]:
+def _allowed(*classes: Any) -> Any:
+    """Context in which weights-only loading takes ``classes``; torch would forget those that were allowed before."""
+    before = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([cls for cls in classes if cls not in before])
+
+
+def _stream(path: Path, content: bytes | None) -> Path | io.BytesIO:
+    return path if content is None else io.BytesIO(content)
+
+
+def _unsafe_globals(file: Path | io.BytesIO) -> list[str]:
     """Names in the pickle that weights-only loading would refuse, beyond `_PLAIN`."""
-    with torch.serialization.safe_globals(list(_PLAIN)):
+    with _allowed(*_PLAIN):
         try:
-            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+            return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
         except ValueError:  # the format from before torch 1.6, which it cannot list
             return []
 

@@ -25,7 +25,9 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt[-CONTEXT_TOKENS:])
+        # The window must not start inside a character, which has at most four bytes, each of them perhaps a token.
+        starts = (list(prompt[-keep:]) for keep in range(CONTEXT_TOKENS, CONTEXT_TOKENS - 4, -1))
+        self._window = next((w for w in starts if not self._decode(w).startswith(REPLACEMENT)), [])
         self._given = len(self._decode(self._window).rstrip(REPLACEMENT))
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -33,7 +35,8 @@ class Detokenizer:
         self._window.extend(tokens)
         text = self._decode(self._window)
         new = self._give(text, len(text.rstrip(REPLACEMENT)))
-        if len(self._window) > LONGEST_WINDOW:
+        # Best between characters: a byte fallback decodes a whole run of bytes as invalid until its last one is there.
+        if len(self._window) > (LONGEST_WINDOW if self._given == len(text) else 2 * LONGEST_WINDOW):
             new += self._shorten(text)
         return new
 

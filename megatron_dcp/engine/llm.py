@@ -24,7 +24,7 @@ from megatron_dcp.engine.prompts import Prompt, PromptReader, fingerprint
 from megatron_dcp.engine.request import Request, RequestOutput, SamplingParams
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.engine.sampler import Sampler
-from megatron_dcp.layers.specs import unwrap
+from megatron_dcp.layers import enable_dcp
 from megatron_dcp.metrics import Metrics
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -106,7 +106,7 @@ class LLM:
         initialize_distributed(timeout_s)
         if isinstance(model, torch.nn.Module):
             _refuse("a live model keeps its own", dtype=dtype, device=device)
-            bare = unwrap(model)
+            bare = enable_dcp(model)
             initialize_groups(*sizes)
             self.model, context, eos = model, bare.max_sequence_length, set()
             vocab_size = bare.vocab_size if vocab_size is None else vocab_size
@@ -121,6 +121,7 @@ class LLM:
         if getattr(tokenizer, "eos_token_id", None) is not None:
             eos.add(tokenizer.eos_token_id)
         self.groups = parallel_state.get_process_group_collection()
+        self.engine_config.exchange_for(self.groups.dcp_layout)  # now, not at the first call
         self.layout = KVLayout(
             dcp_size=self.groups.dcp.size(),
             interleave=self.cache_config.kv_interleave_size,
@@ -137,7 +138,7 @@ class LLM:
             self.layout,
             self.cache_config,
             self.engine_config,
-            Sampler(self.groups.dcp_replica),
+            Sampler(self.groups.dcp_replica, metrics),
         )
 
     @property

@@ -37,9 +37,7 @@ def load_checkpoint(path: str, sizes: Any, dtype: torch.dtype, device: torch.dev
     existed = parallel_state.is_initialized()
     initialize_groups(*sizes)
     try:
-        parallel = parallel_state.get_parallel_config()
-        config.check_tensor_parallel(parallel.tensor_model_parallel_size)
-        check_within_tp_bound(parallel, config.num_query_groups)
+        check_within_tp_bound(parallel_state.get_parallel_config(), config.num_query_groups)
         groups = parallel_state.get_process_group_collection()
         return on_all_ranks(load_model, path, groups, dtype=dtype, device=device)
     except Exception:

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from megatron_dcp.comm.collectives import CollectiveError
 from megatron_dcp.engine.request import Request, SamplingParams
+from megatron_dcp.metrics import Metrics, timed
 
 NOT_FINITE = -1
 
@@ -73,10 +75,12 @@ class Sampler:
     Args:
         group: Process group of the replica. Its first rank samples; one broadcast of 16 bytes per sequence follows,
             none where the group has one rank.
+        metrics: Counts that broadcast.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, metrics: Metrics | None = None) -> None:
         self.group = group
+        self.metrics = metrics
         self.size: int = group.size()
         self.samples_here = group.rank() == 0
         self._generators: dict[Request, torch.Generator] = {}
@@ -90,6 +94,7 @@ class Sampler:
 
         Raises:
             ValueError: On every rank, if a row has no finite maximum (a NaN or an infinity among its logits).
+            CollectiveError: A rank of the replica died, or did not come within the time limit.
         """
         if not requests:
             return [], []
@@ -97,7 +102,7 @@ class Sampler:
         if self.size > 1:
             if answer_B2 is None:
                 answer_B2 = torch.empty(len(requests), 2, dtype=torch.float64, device=logits_BV.device)
-            distributed.broadcast(answer_B2, group=self.group, group_src=0)
+            self._broadcast(answer_B2)
         assert answer_B2 is not None
         rows = answer_B2.tolist()  # fp64 holds any token id and any fp32 exactly
         tokens = [int(row[0]) for row in rows]
@@ -113,6 +118,18 @@ class Sampler:
     def forget(self, request: Request) -> None:
         """Drop the random numbers of a request that has ended."""
         self._generators.pop(request, None)
+
+    def _broadcast(self, answer_B2: Tensor) -> None:
+        try:
+            with timed(self.metrics, "communication"):
+                distributed.broadcast(answer_B2, group=self.group, group_src=0)
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"the broadcast of the sampled tokens failed: {error}; another rank has most likely died or hung"
+            ) from error
+        if self.metrics is not None:
+            sent = answer_B2.nbytes if self.samples_here else 0
+            self.metrics.count_collective("broadcast", self.group.group_desc, sent)
 
     def _choose_all(self, logits_BV: Tensor, requests: Sequence[Request]) -> Tensor:
         peak_B, token_B = logits_BV.max(dim=1)  # of equals the first; NaN if there is one

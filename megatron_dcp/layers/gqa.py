@@ -94,11 +94,11 @@ class DCPSelfAttention(SelfAttention):
         out_TnH = merged.out_TnH.to(dtype)
         first, count = merged.first_head, merged.num_heads
         if ctx.groups.dcp_layout == "within_tp":
-            if count != own_heads:  # all heads of the group are here: take back those that this rank projects
+            if not merged.scattered:  # all heads of the group are here: take those that this rank projects
                 mine = ctx.groups.dcp.rank() * own_heads
                 out_TnH = out_TnH[:, mine : mine + own_heads]
             return self.linear_proj(out_TnH.flatten(1).unsqueeze(1))
-        if merged.summed and count == own_heads:
+        if merged.summed and not merged.scattered:
             return self.linear_proj(out_TnH.flatten(1).unsqueeze(1))
         # What is here is a share of the sum over tp x dcp: all heads weighted (fold), or a slice of the heads.
         per_head = self.hidden_size_per_attention_head

@@ -1,0 +1,235 @@
+"""How a paged shard is cut into kernel calls: which queries meet which keys, what is read in place, what is copied.
+
+Shapes: ``Q`` query tokens of a unit, ``G`` query heads per KV head, ``R = Q * G`` rows (token-major), ``C`` keys.
+
+A *run* is a stretch of a sequence's keys in consecutive slots. Long runs are read in place, one call per run; short
+ones are gathered into work space first, many at a time. A *unit* is a stretch of query tokens; its *pieces* cover
+disjoint keys, so their partial attentions merge exactly by log-sum-exp. Keys that all tokens of a unit see need no
+mask; the few that only its later tokens see (the chunk's own) form one masked piece. No row of any piece is ever
+without a key, which kernels disagree about.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.attention.base import AttentionBatch
+
+Run = tuple[int, int]  # first slot, number of keys
+
+MIN_SPLIT_KEYS = 512  # keys worth a thread of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one kernel call may take; all sizes follow from the model's shape, not from the context.
+
+    Attributes:
+        group: ``G``.
+        tokens: Most query tokens of a unit.
+        copy_keys: Runs up to this length are copied together rather than given a call each.
+        work_keys: Most keys that are copied to work space for one call.
+        call_keys: Most keys of one call; ``None``: no bound.
+        ways: Parts that a decode call's keys are split into, so that few KV heads still occupy all threads.
+    """
+
+    group: int
+    tokens: int
+    copy_keys: int
+    work_keys: int
+    call_keys: int | None
+    ways: int
+
+    def __post_init__(self) -> None:
+        assert self.copy_keys <= self.work_keys, self
+
+    @property
+    def masked_keys(self) -> int:
+        """Most keys of a masked piece, so that a mask has at most ``2 * tokens`` columns."""
+        return min(self.work_keys, 2 * self.tokens)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Keys of one kernel call.
+
+    Attributes:
+        keys: A run to read in place, or slots to gather, int64 ``[parts * C]``.
+        parts: Equal parts that the keys fall into, the kernel's batch dimension.
+        mask: Added to the scores: fp32 ``[parts or 1, 1, R or 1, C]`` of 0 and -inf; ``None``: every row sees all.
+        skip: Query tokens at the unit's start that see none of these keys; ``mask`` has no rows for them.
+    """
+
+    keys: Run | Tensor
+    parts: int = 1
+    mask: Tensor | None = None
+    skip: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.keys.shape[0] if isinstance(self.keys, Tensor) else self.keys[1]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Query tokens and all the keys that they see.
+
+    Attributes:
+        first, stop: Flat query tokens ``[first, stop)`` of one sequence.
+        pieces: Their keys; at least one piece, the first without ``skip``.
+        tokens: Instead of ``[first, stop)``: single tokens of as many sequences, int64 ``[parts]``. The one piece's
+            parts then belong to one token each.
+    """
+
+    first: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    tokens: Tensor | None = None
+
+
+def thread_ways(kv_heads: int, threads: int) -> int:
+    """Parts to split keys into, so that ``kv_heads * parts`` is a multiple of ``threads``."""
+    return threads // gcd(kv_heads, threads)
+
+
+def cut_batch(batch: AttentionBatch, limits: Limits, device: torch.device) -> list[Unit]:
+    """Units that cover every query token which sees a key, each once."""
+    units: list[Unit] = []
+    short: list[tuple[int, list[Run]]] = []
+    first = 0
+    for q_len, table in zip(batch.q_lens, batch.block_tables, strict=True):
+        stop = first + q_len
+        num_keys = batch.visible[stop - 1]
+        if num_keys:
+            runs = find_runs(table, num_keys, batch.block_size)
+            if q_len == 1 and num_keys <= limits.copy_keys:
+                short.append((first, runs))
+            else:
+                units.extend(_cut_sequence(batch.visible, first, stop, runs, limits, device))
+        first = stop
+    return units + _pad_short(short, limits, device)
+
+
+def find_runs(table: Sequence[int], num_keys: int, block_size: int) -> list[Run]:
+    """Runs of a sequence's first ``num_keys`` keys, in order; blocks that follow each other in the pool join."""
+    blocks = -(-num_keys // block_size)
+    assert blocks <= len(table), f"{num_keys} keys need {blocks} blocks of {block_size}, the table has {len(table)}"
+    runs: list[Run] = []
+    start = 0
+    for index in range(1, blocks):
+        if table[index] != table[index - 1] + 1:
+            runs.append((table[start] * block_size, (index - start) * block_size))
+            start = index
+    runs.append((table[start] * block_size, num_keys - start * block_size))
+    return runs
+
+
+def clip_runs(runs: Iterable[Run], low: int, high: int) -> list[Run]:
+    """Runs of keys ``[low, high)`` out of those of a sequence."""
+    clipped = []
+    begin = 0
+    for slot, length in runs:
+        cut = max(low - begin, 0)
+        keep = min(high - begin, length) - cut
+        if keep > 0:
+            clipped.append((slot + cut, keep))
+        begin += length
+    return clipped
+
+
+def slots_of(runs: Sequence[Run]) -> Tensor:
+    """Slots of all keys of ``runs``, int64, in order."""
+    slots, lengths = torch.tensor(runs, dtype=torch.int64).unbind(1)
+    begins = lengths.cumsum(0) - lengths
+    return torch.repeat_interleave(slots - begins, lengths) + torch.arange(int(lengths.sum()))
+
+
+def _cut_sequence(
+    visible: Sequence[int], first: int, stop: int, runs: list[Run], limits: Limits, device: torch.device
+) -> list[Unit]:
+    units = []
+    token = bisect_right(visible, 0, first, stop)
+    while token < stop:
+        dense = visible[token]
+        end = min(stop, token + limits.tokens, bisect_right(visible, dense + limits.masked_keys, token, stop))
+        total = visible[end - 1]
+        pieces = []
+        skip = 0
+        if dense < total <= limits.masked_keys and 2 * dense <= total:
+            dense = 0  # a call of its own for a few keys costs more than masking them
+        else:
+            skip = bisect_right(visible, dense, token, end) - token
+        if dense:
+            pieces.extend(_dense_pieces(clip_runs(runs, 0, dense), (end - token) * limits.group, limits, device))
+        if dense < total:
+            tail = clip_runs(runs, dense, total)
+            seen_Q = torch.tensor(visible[token + skip : end]) - dense
+            pieces.append(_masked_piece(tail, seen_Q, skip, limits.group, device))
+        units.append(Unit(token, end, tuple(pieces)))
+        token = end
+    return units
+
+
+def _dense_pieces(runs: Iterable[Run], rows: int, limits: Limits, device: torch.device) -> list[Piece]:
+    """Pieces without a mask; as the order of keys does not matter there, all short runs are gathered together."""
+    pieces = []
+    loose: list[Run] = []
+    for slot, length in runs:
+        if length <= limits.copy_keys:
+            loose.append((slot, length))
+            continue
+        step = limits.call_keys or length
+        for begin in range(0, length, step):
+            size = min(step, length - begin)
+            parts = limits.ways if rows < 32 and size >= limits.ways * MIN_SPLIT_KEYS else 1
+            pieces.append(Piece((slot + begin, size - size % parts), parts))
+            if size % parts:
+                loose.append((slot + begin + size - size % parts, size % parts))
+    if len(loose) == 1:
+        pieces.append(Piece(loose[0]))
+    elif loose:
+        pieces.extend(Piece(slots) for slots in slots_of(loose).to(device).split(limits.work_keys))
+    return pieces
+
+
+def _masked_piece(runs: list[Run], seen_Q: Tensor, skip: int, group: int, device: torch.device) -> Piece:
+    """A piece whose query token ``i`` sees the first ``seen_Q[i] >= 1`` keys."""
+    length = sum(run[1] for run in runs)
+    keys = runs[0] if len(runs) == 1 else slots_of(runs).to(device)
+    mask_QC = _mask(seen_Q, length)
+    return Piece(keys, mask=mask_QC.repeat_interleave(group, 0)[None, None].to(device), skip=skip)
+
+
+def _pad_short(short: list[tuple[int, list[Run]]], limits: Limits, device: torch.device) -> list[Unit]:
+    """Decode tokens of short sequences, together in as few calls as their padded keys fit the work space."""
+    per_call = max(1, limits.work_keys // max((sum(n for _, n in runs) for _, runs in short), default=1))
+    units = []
+    for begin in range(0, len(short), per_call):
+        some = short[begin : begin + per_call]
+        if len(some) == 1 and len(some[0][1]) == 1:
+            token, runs = some[0]
+            units.append(Unit(token, token + 1, (Piece(runs[0]),)))
+            continue
+        seen_B = torch.tensor([sum(n for _, n in runs) for _, runs in some])
+        width = int(seen_B.max())
+        # padded with the sequence's own last key: any other slot may hold NaN, which no mask removes
+        column_BC = torch.minimum(torch.arange(width), seen_B[:, None] - 1)
+        slots = slots_of([run for _, runs in some for run in runs])
+        padded = slots[column_BC + (seen_B.cumsum(0) - seen_B)[:, None]].flatten()
+        tokens = torch.tensor([token for token, _ in some])
+        even = bool((seen_B == width).all())
+        mask = None if even else _mask(seen_B, width)[:, None, None].to(device)
+        piece = Piece(padded.to(device), len(some), mask)
+        units.append(Unit(some[0][0], some[-1][0] + 1, (piece,), tokens.to(device)))
+    return units
+
+
+def _mask(seen: Tensor, columns: int) -> Tensor:
+    hidden = torch.arange(columns) >= seen[:, None]
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -1,0 +1,247 @@
+"""Reading Megatron-Core's ``torch_dist`` format.
+
+Read without process groups and without Megatron: ``.metadata`` says which file holds which box of which tensor, and
+exactly the boxes that are asked for are read. Optimizer states are other tensors of the same files; they are never
+touched. Layers may be stacked, ``decoder.layers.X`` of shape ``[layers, ...]``, as Megatron does by default, or
+numbered, ``decoder.layers.3.X``. The arguments lie in ``common.pt`` (Megatron-Core 0.16) or in an object of the
+checkpoint itself (0.19).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_dcp.checkpoint.arguments import config_from_args
+from megatron_dcp.checkpoint.files import Location
+from megatron_dcp.checkpoint.names import layer_name, local_name, shard_ranges, split_layer_name
+from megatron_dcp.checkpoint.safe import load_metadata, load_torch
+from megatron_dcp.checkpoint.source import Source, check_tensors
+from megatron_dcp.config import ModelConfig
+
+COMMON = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"
+EMBEDDING = "embedding.word_embeddings.weight"
+# States of a training that lie in the same files.
+_TRAINING = ("optimizer", "chained_", "rng_state", "rerun_state")
+_STACKED = re.compile(r"^decoder\.layers\.([^\d.].*)$")
+# Megatron can save the two halves of a gated MLP's first layer under names of their own (singleton_local_shards).
+_HALF = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias))_([wv])$")
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where a tensor lies: under which keys (the parts along dimension 0), and at which index of a stack."""
+
+    keys: tuple[str, ...]
+    layer: int | None
+
+
+class DistSource(Source):
+    """A ``torch_dist`` checkpoint, open for reading.
+
+    Raises:
+        ValueError: It is incomplete or truncated, names classes that are not read, or does not fit its arguments.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self._reader = _Reader(location.data)
+        args, config = _read_args(location, self._reader)
+        super().__init__(location, config, getattr(args, "hf_config", None))
+        metadata = self._reader.metadata
+        self._sizes: dict[str, tuple[int, ...]] = {
+            key: tuple(stored.size)
+            for key, stored in metadata.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        self._stored = _find_tensors(self._sizes, config.num_layers, str(location.data))
+        found = {name: self._stored_shape(name) for name in self._stored}
+        vocab = {name: config.vocab_size for name, spec in self.specs.items() if spec.vocab}
+        expected = {name: spec.shape for name, spec in self.specs.items()}
+        check_tensors(found, expected, str(location.data), min_rows=vocab)
+        self._reader.check_files({key for stored in self._stored.values() for key in stored.keys})
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._reader.metadata.state_dict_metadata[self._stored[name].keys[0]].properties.dtype
+
+    def _read(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        shape = self._stored_shape(name)
+        parts = [self._read_box(key, stored.layer, [0] * len(shape), self._part_shape(name, key)) for key in stored.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read_shard(self, name: str, tp: int, rank: int) -> Tensor:
+        spec, stored = self.specs[name], self._stored[name]
+        # Padding may differ from what is stored, and halves lie under two keys: both are cut from the whole.
+        if spec.tp_dim is None or tp == 1 or spec.vocab or len(stored.keys) > 1:
+            return super().read_shard(name, tp, rank)
+        boxes = []
+        for start, length in shard_ranges(spec, tp, rank):
+            offsets, sizes = [0] * len(spec.shape), list(spec.shape)
+            offsets[spec.tp_dim], sizes[spec.tp_dim] = start, length
+            boxes.append(self._read_box(stored.keys[0], stored.layer, offsets, sizes))
+        return boxes[0] if len(boxes) == 1 else torch.cat(boxes, dim=spec.tp_dim)
+
+    def _part_shape(self, name: str, key: str) -> list[int]:
+        size = self._sizes[key]
+        return list(size if self._stored[name].layer is None else size[1:])
+
+    def _stored_shape(self, name: str) -> tuple[int, ...]:
+        shapes = [self._part_shape(name, key) for key in self._stored[name].keys]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    def _read_box(self, key: str, layer: int | None, offsets: list[int], sizes: list[int]) -> Tensor:
+        if layer is None:
+            return self._reader.read(key, offsets, sizes)
+        return self._reader.read(key, [layer, *offsets], [1, *sizes])[0]
+
+
+def read_dist_config(location: Location) -> ModelConfig:
+    """Shape of the model at ``location``, without looking at its tensors."""
+    return _read_args(location, _Reader(location.data))[1]
+
+
+def read_common(location: Location) -> dict[str, Any]:
+    """What a ``torch_dist`` checkpoint holds besides tensors: ``args``, ``iteration`` and so on."""
+    return _Reader(location.data).common()
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, with its metadata read safely and only once."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._directory = directory
+        config = _read_backend(directory)
+        if config != "torch_dist":
+            raise ValueError(f"{directory / 'metadata.json'} names sharded_backend={config!r}; supported is 'torch_dist'")
+        self.metadata: Metadata = load_metadata(directory / ".metadata")
+        if not isinstance(self.metadata, Metadata) or not isinstance(self.metadata.storage_data, dict):
+            raise ValueError(f"{directory / '.metadata'} holds no checkpoint metadata")
+        self.set_up_storage_reader(self.metadata, is_coordinator=True)
+        self._pieces: dict[str, list[Any]] = {}
+        for index, info in self.metadata.storage_data.items():
+            self._pieces.setdefault(index.fqn, []).append(info)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def common(self) -> dict[str, Any]:
+        """The state that all ranks share."""
+        if (self._directory / COMMON).is_file() or COMMON_KEY not in self.metadata.state_dict_metadata:
+            common = load_torch(self._directory / COMMON)
+        else:
+            self.check_files({COMMON_KEY})
+            (piece,) = self._pieces[COMMON_KEY]
+            with (self._directory / piece.relative_path).open("rb") as file:
+                file.seek(piece.offset)
+                common = load_torch(self._directory / piece.relative_path, content=file.read(piece.length))[0]
+        if not isinstance(common, dict):
+            raise ValueError(f"the common state of {self._directory} is a {type(common).__name__}, not a dict")
+        return common
+
+    def check_files(self, keys: set[str]) -> None:
+        """Raise ``ValueError`` unless every file that holds a piece of ``keys`` is there and long enough."""
+        ends: dict[str, int] = {}
+        for key in keys:
+            for piece in self._pieces.get(key, ()):
+                name = piece.relative_path
+                if Path(name).name != name:
+                    raise ValueError(f"{self._directory / '.metadata'} names {name!r}, which is not a file beside it")
+                ends[name] = max(ends.get(name, 0), piece.offset + piece.length)
+        for name, end in sorted(ends.items()):
+            path = self._directory / name
+            if not path.is_file():
+                raise ValueError(f"{path} is missing: the checkpoint is incomplete")
+            if path.stat().st_size < end:
+                raise ValueError(f"{path} is truncated: it has {path.stat().st_size} bytes, its metadata asks for {end}")
+
+    def read(self, key: str, offsets: list[int], sizes: list[int]) -> Tensor:
+        """The box of tensor ``key`` that starts at ``offsets``."""
+        stored = self.metadata.state_dict_metadata[key]
+        box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, stored, [box])
+        if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):
+            raise ValueError(f"{self._directory / '.metadata'} does not say where all of {key} lies")
+        out = torch.empty(sizes, dtype=stored.properties.dtype)
+        try:
+            self.read_data(LoadPlan(items), _IntoBox(out)).wait()  # type: ignore[arg-type]
+        except (RuntimeError, EOFError, OSError, AssertionError) as error:
+            raise ValueError(f"{key} cannot be read from {self._directory}: {error}") from error
+        return out
+
+
+class _IntoBox:
+    """The part of a load planner that `FileSystemReader.read_data` talks to: everything goes into one tensor."""
+
+    def __init__(self, out: Tensor) -> None:
+        self._out = out
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        view = self._out
+        for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            view = view.narrow(dim, offset, length)
+        return view
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        pass
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("a tensor was asked for")
+
+
+def _read_backend(directory: Path) -> Any:
+    try:
+        return json.loads((directory / "metadata.json").read_text())["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{directory / 'metadata.json'} is truncated or no checkpoint configuration: {error}") from error
+
+
+def _read_args(location: Location, reader: _Reader) -> tuple[Any, ModelConfig]:
+    args = reader.common().get("args")
+    return args, config_from_args(args, str(location.data))
+
+
+def _find_tensors(sizes: dict[str, tuple[int, ...]], num_layers: int, where: str) -> dict[str, _Stored]:
+    """Where every tensor of the model lies, by Megatron's local names; whatever belongs to a training is left out."""
+    keys = {key for key in sizes if not key.startswith(_TRAINING)}
+    embeddings = [key for key in keys if key.endswith(EMBEDDING)]
+    prefix = embeddings[0].removesuffix(EMBEDDING) if len(embeddings) == 1 else ""
+
+    halves: dict[str, dict[str, str]] = {}
+    for key in keys:
+        match = _HALF.match(key)
+        if match:
+            halves.setdefault(match[1], {})[match[2]] = key
+    stored: dict[str, tuple[str, ...]] = {key: (key,) for key in keys if not _HALF.match(key)}
+    for key, half in halves.items():
+        stored[key] = tuple(half[which] for which in ("w", "v") if which in half)
+
+    found: dict[str, _Stored] = {}
+    for key, parts in stored.items():
+        name = key.removeprefix(prefix)
+        stack = _STACKED.match(name)
+        if stack is None:
+            layer, rest = split_layer_name(name)
+            found[name if layer is None else layer_name(layer, local_name(rest))] = _Stored(parts, None)
+            continue
+        if any(len(sizes[part]) < 2 or sizes[part][0] != num_layers for part in parts):
+            raise ValueError(
+                f"{key} in {where} has shape {sizes[parts[0]]}, but the checkpoint's configuration asks for "
+                f"{num_layers} layers: one of the two belongs to another model"
+            )
+        for layer in range(num_layers):
+            found[layer_name(layer, local_name(stack[1]))] = _Stored(parts, layer)
+    return found

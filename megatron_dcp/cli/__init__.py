@@ -1,0 +1,42 @@
+"""The command line: ``megatron-dcp COMMAND`` or ``python -m megatron_dcp COMMAND``, under torchrun where it computes.
+
+Exit codes: 0, 1 for an error (one line on stderr from every rank), 2 for a command line that is not understood.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+
+from megatron_dcp.cli import convert, generate
+from megatron_dcp.cli.failure import failing_together
+
+COMMANDS = (generate, convert)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. ``parse_args`` gives a namespace with ``command`` and ``run``."""
+    from megatron_dcp import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="megatron-dcp",
+        description="Decode context parallelism for Megatron-Core: long contexts, the KV cache sharded over ranks.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-dcp {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = command.add_parser(commands)
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error, and library warnings")
+        sub.set_defaults(run=command.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code. Wrong usage raises ``SystemExit(2)``, as ``argparse`` does."""
+    args = build_parser().parse_args(argv)
+    with warnings.catch_warnings():
+        if not args.debug:
+            warnings.simplefilter("ignore")  # optional packages that Megatron-Core misses, on every rank
+        return failing_together(lambda: args.run(args), args.command, debug=args.debug)

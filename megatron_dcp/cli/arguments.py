@@ -1,0 +1,170 @@
+"""Options that commands share, and the values that they take."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from typing import get_args
+
+from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig
+
+CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
+
+
+def whole(at_least: int) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from ``at_least``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if value < at_least:
+            raise argparse.ArgumentTypeError(f"{value} is below {at_least}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """The type of an option that takes a finite number from ``low`` (or ``above`` it) to ``high``."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not math.isfinite(value) or value < low or (above and value == low) or value > high:
+            bounds = f"{'above' if above else 'at least'} {low:g}" + (f", at most {high:g}" if high < math.inf else "")
+            raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
+        return value
+
+    return parse
+
+
+def new_parser(commands: argparse._SubParsersAction, name: str, summary: str, details: str, example: str):
+    """A command's parser with its example in ``--help``."""
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary} {details}".strip(),
+        epilog=f"example (from the root of the repository):\n\n{example}\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--tp``, ``--dcp``, ``--dcp-layout``."""
+    group = parser.add_argument_group("parallelism")
+    group.add_argument(
+        "--tp",
+        "--tensor-model-parallel-size",
+        dest="tp",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="ranks that split the weights (default 1)",
+    )
+    group.add_argument(
+        "--dcp",
+        "--decode-context-parallel-size",
+        dest="dcp",
+        type=whole(1),
+        default=1,
+        metavar="N",
+        help="ranks that split the KV cache of every sequence (default 1)",
+    )
+    group.add_argument(
+        "--dcp-layout",
+        choices=get_args(DcpLayout),
+        default="orthogonal",
+        help="orthogonal: tp x dcp ranks (default); within_tp: the dcp ranks are part of the tp ranks",
+    )
+    group.add_argument(
+        "--exchange",
+        choices=get_args(ExchangeName),
+        help="how partial attention is merged (default: fold for orthogonal, a2a for within_tp)",
+    )
+    group.add_argument(
+        "--timeout",
+        type=number(0, above=True),
+        default=600.0,
+        metavar="S",
+        help="seconds to wait for another rank before giving up (default 600)",
+    )
+
+
+def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--kv-interleave``, ``--block-size`` and the sizes of pool and batch."""
+    group = parser.add_argument_group("KV cache and batch")
+    cache, engine = CacheConfig(), EngineConfig()
+    group.add_argument(
+        "--kv-interleave",
+        "--kv-interleave-size",
+        dest="kv_interleave",
+        type=whole(1),
+        default=cache.kv_interleave_size,
+        metavar="I",
+        help="consecutive tokens on one dcp rank; divides the block size (default %(default)s)",
+    )
+    group.add_argument(
+        "--block-size",
+        type=whole(1),
+        default=cache.block_size,
+        metavar="B",
+        help="tokens of a block on one rank (default %(default)s)",
+    )
+    size = group.add_mutually_exclusive_group()
+    size.add_argument("--num-blocks", type=whole(1), metavar="N", help="blocks of the pool on every rank")
+    size.add_argument("--bytes-per-rank", type=whole(1), metavar="N", help="most bytes of the pool on every rank")
+    group.add_argument(
+        "--max-num-seqs",
+        type=whole(1),
+        default=engine.max_num_seqs,
+        metavar="N",
+        help="sequences that decode at the same time (default %(default)s)",
+    )
+    group.add_argument(
+        "--prefill-chunk-size",
+        type=whole(1),
+        default=engine.prefill_chunk_size,
+        metavar="N",
+        help="most prompt tokens of one step (default %(default)s)",
+    )
+
+
+def cache_config(args: argparse.Namespace) -> CacheConfig:
+    """The cache that the options ask for."""
+    return CacheConfig(
+        block_size=args.block_size,
+        kv_interleave_size=args.kv_interleave,
+        num_blocks=args.num_blocks,
+        bytes_per_rank=args.bytes_per_rank,
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine that the options ask for; ``ValueError`` if exchange and layout do not fit."""
+    config = EngineConfig(
+        max_num_seqs=args.max_num_seqs, prefill_chunk_size=args.prefill_chunk_size, exchange=args.exchange
+    )
+    config.exchange_for(args.dcp_layout)
+    return config
+
+
+def check_world(args: argparse.Namespace, world: int) -> None:
+    """Raise ``ValueError`` unless as many processes run as the sizes take."""
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=args.tp, decode_context_parallel_size=args.dcp, dcp_layout=args.dcp_layout
+    )
+    if parallel.ranks != world:
+        sizes = f"--tp {args.tp}" + (
+            f" x --dcp {args.dcp}" if args.dcp_layout == "orthogonal" else " (--dcp within it)"
+        )
+        raise ValueError(
+            f"{sizes} takes {parallel.ranks} process{'es' if parallel.ranks > 1 else ''}, but {world} "
+            f"{'were' if world > 1 else 'was'} started; start them with `torchrun --nproc-per-node {parallel.ranks} -m "
+            f"megatron_dcp {args.command} ...`, or change --tp and --dcp"
+        )

@@ -1,0 +1,38 @@
+"""``megatron-dcp convert``: write a checkpoint in another format."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from megatron_dcp.cli import arguments
+
+FORMATS = ("torch_dist", "legacy", "hf")
+EXAMPLE = f"  megatron-dcp convert {arguments.CHECKPOINT} build/quickstart-hf --to hf"
+
+
+def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = arguments.new_parser(
+        commands,
+        "convert",
+        "Write a checkpoint in another format.",
+        "The format of SRC is found out.\n\n"
+        "Weights are copied bit by bit, and tokenizer files go along. Runs in one process. DST appears only when it\n"
+        "is complete.",
+        EXAMPLE,
+    )
+    parser.add_argument("src", metavar="SRC", help="torch_dist, legacy or Hugging Face checkpoint")
+    parser.add_argument("dst", metavar="DST", help="directory to write; must not exist yet")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="format of DST")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert, in a single process."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("convert runs in one process; start it without torchrun")
+    from megatron_dcp.checkpoint import convert
+
+    path = convert(args.src, args.dst, to=args.to)
+    print(f"wrote {path} ({args.to})")

@@ -1,0 +1,102 @@
+"""How a command fails: one line from every rank, no rank left behind, exit code 1."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+GRACE_S = 5.0
+
+
+class Terminated(BaseException):
+    """The process was asked to end."""
+
+    def __str__(self) -> str:
+        return "stopped by SIGTERM, which torchrun sends to all ranks when another one has failed"
+
+
+def failing_together(run: Callable[[], None], command: str, *, debug: bool) -> int:
+    """Call ``run`` and turn what it raises into a line on stderr and an exit code."""
+    with _sigterm_raises():
+        try:
+            run()
+            return 0
+        except KeyboardInterrupt:
+            return 130
+        except (Exception, Terminated) as error:
+            _ignore_sigterm()
+            if debug:
+                traceback.print_exc()
+            sys.stderr.write(f"{_rank_prefix()}megatron-dcp {command}: error: {describe(error)}\n")
+            sys.stderr.flush()
+            _wait_for_other_ranks()
+            return 1
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line: what a user can act on as it is, anything else with its type."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    text = " ".join(str(error).split())
+    # By name: an error in the command line is no reason to load torch.
+    if isinstance(error, ValueError | Terminated) or type(error).__name__ == "CollectiveError":
+        return text
+    return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def _rank_prefix() -> str:
+    world = os.environ.get("WORLD_SIZE", "1")
+    return f"[rank {os.environ.get('RANK', '0')}] " if world != "1" else ""
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises `Terminated`, a little later: a rank that is about to report what happened shall report that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(*_: Any) -> None:
+        raise Terminated
+
+    def soon(*_: Any) -> None:
+        signal.setitimer(signal.ITIMER_REAL, GRACE_S / 2)
+
+    before = {
+        signal.SIGTERM: signal.signal(signal.SIGTERM, soon),
+        signal.SIGALRM: signal.signal(signal.SIGALRM, terminate),
+    }
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ignore_sigterm() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _wait_for_other_ranks() -> None:
+    """Give the other ranks a moment to report the same error: torchrun kills them as soon as one has ended."""
+    from torch import distributed
+
+    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return
+    with contextlib.suppress(Exception):  # best effort, on a world that may be broken; the error is out already
+        store = distributed.distributed_c10d._get_default_store()
+        deadline = time.monotonic() + GRACE_S
+        failed = store.add("megatron_dcp/failed", 1)
+        while failed < distributed.get_world_size() and time.monotonic() < deadline:
+            time.sleep(0.05)
+            failed = store.add("megatron_dcp/failed", 0)

@@ -1,0 +1,162 @@
+"""``megatron-dcp generate``: continue prompts with the model of a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from megatron_dcp.cli import arguments
+from megatron_dcp.cli.jsonl import FORM, OutputFile, read_prompts, to_line
+from megatron_dcp.engine.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_dcp.engine.llm import LLM
+    from megatron_dcp.engine.prompts import Prompt
+
+EXAMPLE = f"""\
+  torchrun --nproc-per-node 4 -m megatron_dcp generate --checkpoint {arguments.CHECKPOINT} \\
+      --tp 2 --dcp 2 --prompt "The harbour was" --max-new-tokens 16"""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the command and its options."""
+    parser = arguments.new_parser(
+        commands,
+        "generate",
+        "Continue prompts with the model of a checkpoint.",
+        "Start it with torchrun where --tp and --dcp take more than one process.\n\n"
+        'Writes a line {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs"} for every\n'
+        "prompt, in their order, to --output or to stdout. On a terminal, the text after --prompt is shown as it\n"
+        "comes instead.",
+        EXAMPLE,
+    )
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="torch_dist, legacy or Hugging Face checkpoint"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache (default float32)"
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
+    prompt.add_argument("--prompt-file", metavar="F.jsonl", help=f"prompts, a line for each: {FORM}")
+    parser.add_argument("--output", metavar="F.jsonl", help="where the outputs go (default: stdout)")
+    arguments.add_parallel_arguments(parser)
+    arguments.add_cache_arguments(parser)
+    _add_sampling_arguments(parser)
+    return parser
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    default = SamplingParams()
+    group.add_argument(
+        "--max-new-tokens",
+        type=arguments.whole(1),
+        default=default.max_tokens,
+        metavar="N",
+        help="most tokens to generate for a prompt (default %(default)s)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=arguments.number(0),
+        default=default.temperature,
+        metavar="T",
+        help="0 takes the most likely token (default)",
+    )
+    group.add_argument(
+        "--top-k",
+        type=arguments.whole(0),
+        default=default.top_k,
+        metavar="K",
+        help="draw only from the K most likely tokens (default 0: from all)",
+    )
+    group.add_argument(
+        "--top-p",
+        type=arguments.number(0, 1, above=True),
+        default=default.top_p,
+        metavar="P",
+        help="draw only from the most likely tokens that together reach probability P (default 1)",
+    )
+    group.add_argument(
+        "--seed",
+        type=arguments.whole(0),
+        metavar="S",
+        help="seed of every prompt's draws (default: a new one each time)",
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="do not end at an end-of-text token")
+    group.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="add the log-probability of every token before temperature, top-k, top-p",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Generate on every rank; the first one prints or writes."""
+    params = SamplingParams(
+        max_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        seed=args.seed,
+        ignore_eos=args.ignore_eos,
+        logprobs=args.logprobs,
+    )
+    cache, engine = arguments.cache_config(args), arguments.engine_config(args)
+    arguments.check_world(args, int(os.environ.get("WORLD_SIZE", "1")))
+
+    from torch import distributed
+
+    from megatron_dcp import parallel_state
+    from megatron_dcp.distributed import initialize_distributed
+    from megatron_dcp.engine.llm import LLM
+    from megatron_dcp.engine.loading import on_all_ranks
+
+    existed = distributed.is_initialized()
+    initialize_distributed(args.timeout)
+    prompts = on_all_ranks(_prompts, args)
+    first = distributed.get_rank() == 0
+    with ExitStack() as stack:
+        output = on_all_ranks(lambda: OutputFile(args.output) if args.output is not None and first else None)
+        if output is not None:
+            stack.enter_context(output)
+        llm = LLM(
+            args.checkpoint,
+            tensor_model_parallel_size=args.tp,
+            decode_context_parallel_size=args.dcp,
+            dcp_layout=args.dcp_layout,
+            cache=cache,
+            engine=engine,
+            dtype=args.dtype,
+        )
+        live = args.prompt is not None and args.output is None and sys.stdout.isatty() and llm.tokenizer is not None
+        outputs = _generate(llm, prompts, params, show=first and live)
+        on_all_ranks(_write, outputs if first else [], output, live)
+    if not existed:
+        parallel_state.destroy_model_parallel()
+        distributed.destroy_process_group()
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    return [args.prompt] if args.prompt is not None else read_prompts(args.prompt_file)
+
+
+def _generate(llm: LLM, prompts: list[Prompt], params: SamplingParams, *, show: bool) -> list[RequestOutput]:
+    if not show:
+        return llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, on_token=lambda index, token, text: print(text, end="", flush=True))
+    print()
+    return outputs
+
+
+def _write(outputs: list[RequestOutput], output: OutputFile | None, live: bool) -> None:
+    if output is not None:
+        output.finish(outputs)
+    elif not live:
+        ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+        for line in outputs:
+            sys.stdout.write(to_line(line, ascii_only=ascii_only))
+        sys.stdout.flush()

@@ -1,0 +1,178 @@
+"""From partial attention on every rank to exact attention: four algorithms, one signature.
+
+Shapes: ``P`` ranks of the group, ``T`` tokens, ``N`` query heads, ``n`` those of them that a rank ends with, ``H`` head
+dim of V. Each rank comes with its partial ``out_TNH`` over its own keys and ``lse_TN``, for the same tokens and heads.
+
+============ ==================================================== ============== ======================
+name         collectives                                          a rank ends    bytes sent per rank,
+                                                                  with           fp32 numbers
+============ ==================================================== ============== ======================
+fold         all-gather of LSEs; the output projection's          its share of   (P-1) T N
+             all-reduce does the sum                              all heads
+all_reduce   max of LSEs, then one sum of [weighted, weight]      all heads      2 (P-1)/P T N (H+2)
+ag_rs        all-gather of LSEs, reduce-scatter over heads        its heads      (P-1) T (N + c H)
+a2a          one all-to-all of packed [partial, LSE]              its heads      T (N - n) (H+1)
+============ ==================================================== ============== ======================
+
+The heads of rank ``r`` are ``[r c, (r + 1) c)``, cut at ``N``, with ``c = ceil(N / P)``; the last ranks may have none.
+All of it is fp32. A partial without keys (``lse = -inf``) counts for nothing, even where it holds NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp
+
+from megatron_dcp.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter_sum
+from megatron_dcp.merge import merge_partials, merge_weights, weigh
+from megatron_dcp.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Attention of heads ``[first_head, first_head + num_heads)`` on this rank.
+
+    Attributes:
+        out_TnH: fp32 ``[T, num_heads, H]``.
+        summed: Whether ``out_TnH`` is the attention itself. Where it is not, it is this rank's weighted share, and the
+            sum over the group is the attention.
+        scattered: Whether the group's ranks hold different heads.
+    """
+
+    out_TnH: Tensor
+    first_head: int
+    num_heads: int
+    summed: bool
+    scattered: bool = False
+
+
+class Exchange(Protocol):
+    """What :func:`get_exchange` returns."""
+
+    def __call__(
+        self, out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None
+    ) -> Exchanged:
+        """Merge the partials of the group's ranks; a collective call.
+
+        Args:
+            out_TNH: This rank's partial, ``[T, N, H]``, any strides.
+            lse_TN: Its natural-log LSE, ``[T, N]``, ``-inf`` where it saw no key.
+
+        Raises:
+            CollectiveError: A rank of the group is lost.
+        """
+        ...
+
+
+def fold(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Exchanged:
+    """Own weighted share of all heads; whoever sums over the group next (the output projection) completes the merge."""
+    lse_PTN = all_gather(lse_TN.float(), group, metrics)
+    weight_PTN, _ = merge_weights(lse_PTN)
+    return Exchanged(weigh(out_TNH.float(), weight_PTN[group.rank()]), 0, out_TNH.shape[1], summed=False)
+
+
+def all_reduced(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Exchanged:
+    """All heads on all ranks: the largest LSE first, then one sum of the packed ``[weight * out, weight]``."""
+    if group.size() == 1:
+        return _alone(out_TNH, lse_TN)
+    peak_TN = all_reduce(lse_TN.float().clone(memory_format=torch.contiguous_format), group, metrics, op=ReduceOp.MAX)
+    weight_TN = torch.exp(lse_TN.float() - peak_TN.masked_fill(peak_TN == -torch.inf, 0.0))
+    packed_TNH1 = torch.cat([weigh(out_TNH.float(), weight_TN), weight_TN.unsqueeze(-1)], dim=-1)
+    packed_TNH1 = all_reduce(packed_TNH1, group, metrics)
+    total_TN1 = packed_TNH1[..., -1:]
+    out_TNH = packed_TNH1[..., :-1] / total_TN1.masked_fill(total_TN1 == 0, 1.0)
+    return Exchanged(out_TNH, 0, out_TNH.shape[1], summed=True)
+
+
+def ag_rs(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Exchanged:
+    """Own heads: gather the LSEs, weigh the own partial, reduce-scatter over heads (padded to a multiple of ``P``)."""
+    if group.size() == 1:
+        return _alone(out_TNH, lse_TN)
+    T, N, H = out_TNH.shape
+    first, count = head_slice(N, group.size(), group.rank())
+    weight_PTN, _ = merge_weights(all_gather(lse_TN.float(), group, metrics))
+    share_TNH = weigh(out_TNH.float(), weight_PTN[group.rank()])
+    per_rank = -(-N // group.size())
+    parts_PnTH = share_TNH.new_zeros(group.size(), per_rank, T, H)
+    parts_PnTH.flatten(0, 1)[:N] = share_TNH.transpose(0, 1)
+    own_nTH = reduce_scatter_sum(parts_PnTH, group, metrics)[:count]
+    return Exchanged(own_nTH.transpose(0, 1).contiguous(), first, count, summed=True, scattered=True)
+
+
+def a2a(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Exchanged:
+    """Own heads: every rank sends each other one its ``[partial, LSE]`` of that rank's heads; merged in rank order."""
+    if group.size() == 1:
+        return _alone(out_TNH, lse_TN)
+    T, N, H = out_TNH.shape
+    slices = [head_slice(N, group.size(), rank) for rank in range(group.size())]
+    first, count = slices[group.rank()]
+    # Heads first: what goes to one rank is then contiguous, and unequal shares need no padding.
+    packed_NTH1 = out_TNH.new_empty(N, T, H + 1, dtype=torch.float32)
+    packed_NTH1[..., :H] = out_TNH.transpose(0, 1)
+    packed_NTH1[..., H] = lse_TN.t()
+    packed_PnTH1 = all_to_all(packed_NTH1, [num for _, num in slices], group, metrics)
+    out_nTH, _ = merge_partials(packed_PnTH1[..., :H], packed_PnTH1[..., H])
+    return Exchanged(out_nTH.transpose(0, 1).contiguous(), first, count, summed=True, scattered=True)
+
+
+def _alone(out_TNH: Tensor, lse_TN: Tensor) -> Exchanged:
+    """A group of one: only what an empty shard left in its output is cleared."""
+    out_TNH = out_TNH.float().masked_fill((lse_TN == -torch.inf).unsqueeze(-1), 0.0)
+    return Exchanged(out_TNH, 0, out_TNH.shape[1], summed=True)
+
+
+_EXCHANGES: dict[str, Exchange] = {"fold": fold, "all_reduce": all_reduced, "ag_rs": ag_rs, "a2a": a2a}
+
+
+def get_exchange(name: str) -> Exchange:
+    """The exchange of that name; ``ValueError`` where there is none."""
+    if name not in _EXCHANGES:
+        raise ValueError(f"exchange={name!r} is not known; use one of {', '.join(_EXCHANGES)}")
+    return _EXCHANGES[name]
+
+
+def head_slice(num_heads: int, ranks: int, rank: int) -> tuple[int, int]:
+    """``(first head, number of heads)`` that ``rank`` ends with after ``ag_rs`` and ``a2a``."""
+    per_rank = -(-num_heads // ranks)
+    first = min(rank * per_rank, num_heads)
+    return first, min(first + per_rank, num_heads) - first
+
+
+def expected_traffic(name: str, T: int, N: int, H: int, P: int, rank: int = 0) -> dict[str, tuple[int, int]]:
+    """Collectives of one exchange: ``op -> (calls, bytes that rank sends)``, for one layer and ``T`` tokens.
+
+    Without the sum over the group that ``fold`` leaves to the output projection.
+    """
+    if P == 1:
+        return {}
+    lse = 4 * T * N
+    formulas: dict[str, Callable[[], dict[str, tuple[int, int]]]] = {
+        "fold": lambda: {"all_gather": (1, (P - 1) * lse)},
+        "all_reduce": lambda: {"all_reduce": (2, 2 * (P - 1) * lse // P + 2 * (P - 1) * lse * (H + 1) // P)},
+        "ag_rs": lambda: {
+            "all_gather": (1, (P - 1) * lse),
+            "reduce_scatter": (1, (P - 1) * 4 * T * -(-N // P) * H),
+        },
+        "a2a": lambda: {"all_to_all": (1, 4 * T * (N - head_slice(N, P, rank)[1]) * (H + 1))},
+    }
+    return formulas[name]()
+
+
+def gather_heads(x_TnH: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Tensor:
+    """Every rank's heads side by side, in rank order: ``[T, n, H]`` → ``[T, P n, H]``, in its own dtype.
+
+    All ranks must come with the same shape.
+    """
+    if group.size() == 1:
+        return x_TnH
+    return all_gather(x_TnH, group, metrics).transpose(0, 1).flatten(1, 2)
+
+
+def all_reduce_sum(x: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Tensor:
+    """Sum over the group; every rank gets the same bits. May be done in place: use what is returned."""
+    return all_reduce(x, group, metrics)

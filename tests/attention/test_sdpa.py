@@ -1,0 +1,179 @@
+"""The SDPA back end: the contract, with real and with tiny limits, and what it promises about copies and work space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from attention_contract import CASES, Case, check, make_sequences, make_shard
+
+from megatron_dcp.attention import AttentionBatch, choose_backend, sdpa
+from megatron_dcp.attention.sdpa import SDPABackend, fused, plain
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every bound that takes long contexts to reach is reached by short ones."""
+    monkeypatch.setattr(sdpa, "WORK_BYTES", 5 << 10)
+    monkeypatch.setattr(sdpa, "COPY_BYTES", 1 << 10)
+    monkeypatch.setattr(sdpa, "MAX_ROWS", 8)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract(case: Case) -> None:
+    check(SDPABackend(), case)
+
+
+@pytest.mark.usefixtures("tiny_limits")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract_with_tiny_limits(case: Case) -> None:
+    check(SDPABackend(), case)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_few_kv_heads_split_their_keys_over_threads(kv_heads: int, dtype: torch.dtype) -> None:
+    case = Case(sequences=((1, 1025), (1, 2000)), kv_heads=kv_heads, dtype=dtype, scattered=False, head_dim=64)
+    check(SDPABackend(), case)
+    batch, *_ = make_shard(case, make_sequences(case), 0)
+    plan = _plan(SDPABackend(), case, batch)
+    assert any(piece.parts == 2 for unit in plan.units for piece in unit.pieces)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_kernels_agree(masked: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 3, 8, 32), torch.randn(2, 3, 40, 32), torch.randn(2, 3, 40, 32)
+    mask = None
+    if masked:
+        mask = torch.zeros(2, 1, 1, 40)
+        mask[0, ..., 17:] = -torch.inf
+    for one, other in zip(fused(q, k, v, mask, 0.3), plain(q, k, v, mask, 0.3), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=5e-6)
+
+
+def _plan(backend: SDPABackend, case: Case, batch: AttentionBatch) -> sdpa.SDPAPlan:
+    return backend.plan(
+        batch,
+        heads=case.kv_heads * case.group,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        v_dim=case.v_dim,
+        dtype=case.dtype,
+        device=CPU,
+    )
+
+
+def _run(backend: SDPABackend, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    sequences = make_sequences(case)
+    batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
+    q_TNH = torch.cat([s.q_TNH for s in sequences])
+    return backend.attend(q_TNH, k_SKH, v_SKV, _plan(backend, case, batch), scale=0.1)
+
+
+def _work_bytes(backend: SDPABackend) -> int:
+    return sum(work.nbytes for work in backend._work.values())
+
+
+def test_contiguous_fp32_shard_is_not_copied() -> None:
+    backend = SDPABackend()
+    _run(backend, Case(sequences=((1, 2000), (70, 1500)), scattered=False, head_dim=64))
+    assert _work_bytes(backend) == 0
+
+
+def test_long_runs_between_gaps_are_not_copied() -> None:
+    backend = SDPABackend()
+    case = Case(sequences=((1, 4096),), block_size=1024, head_dim=64)
+    batch, *_ = make_shard(case, make_sequences(case), 0)
+    (unit,) = _plan(backend, case, batch).units
+    assert len(unit.pieces) > 1, "the shuffled blocks should not have come out in order"
+    assert all(isinstance(piece.keys, tuple) for piece in unit.pieces)
+
+
+@pytest.mark.usefixtures("tiny_limits")
+@pytest.mark.parametrize("v_dim", [16, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_work_space_stays_within_its_bound(dtype: torch.dtype, v_dim: int) -> None:
+    backend = SDPABackend()
+    case = Case(sequences=((1, 600), (40, 600), (1, 3), (1, 7)), dtype=dtype, v_dim=v_dim)
+    batch, *_ = make_shard(case, make_sequences(case), 0)
+    _run(backend, case)
+    assert 0 < _work_bytes(backend) <= sdpa.WORK_BYTES
+    masks = 0
+    for unit in _plan(backend, case, batch).units:
+        for piece in unit.pieces:
+            masks += 0 if piece.mask is None else piece.mask.nbytes
+            scores = case.kv_heads * case.group * (unit.stop - unit.first) * piece.length * 4
+            assert v_dim == case.head_dim or unit.tokens is not None or scores <= sdpa.WORK_BYTES
+    assert masks <= batch.num_tokens * 8 * sdpa.MAX_ROWS
+
+
+@pytest.mark.parametrize("count", [2, 16])
+def test_short_sequences_share_a_call(count: int) -> None:
+    case = Case(sequences=tuple((1, 3 + n) for n in range(count)))
+    batch, *_ = make_shard(case, make_sequences(case), 0)
+    assert len(_plan(SDPABackend(), case, batch).units) == 1
+
+
+def test_work_space_made_in_inference_mode_serves_outside() -> None:
+    backend = SDPABackend()
+    case = Case(sequences=((1, 9), (1, 12)))
+    with torch.inference_mode():
+        inside = _run(backend, case)
+    assert _work_bytes(backend) > 0
+    assert torch.equal(inside[0], _run(backend, case)[0])
+
+
+def test_no_graph_is_kept() -> None:
+    case = Case(sequences=((1, 9),))
+    sequences = make_sequences(case)
+    batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
+    backend = SDPABackend()
+    q_TNH = sequences[0].q_TNH.clone().requires_grad_()
+    out, lse = backend.attend(q_TNH, k_SKH, v_SKV, _plan(backend, case, batch), scale=0.1)
+    assert not out.requires_grad and not lse.requires_grad
+
+
+def test_queries_of_any_dtype_and_strides() -> None:
+    case = Case(sequences=((2, 9), (1, 12)), head_dim=32)
+    sequences = make_sequences(case)
+    batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
+    backend = SDPABackend()
+    plan = _plan(backend, case, batch)
+    q_TNH = torch.cat([s.q_TNH for s in sequences]).bfloat16()
+    expected = backend.attend(q_TNH.float(), k_SKH, v_SKV, plan, scale=0.1)
+    strided = q_TNH.permute(2, 1, 0).contiguous().permute(2, 1, 0)
+    for q in (q_TNH, strided, strided.float()):
+        assert all(map(torch.equal, backend.attend(q, k_SKH, v_SKV, plan, scale=0.1), expected))
+
+
+def test_batch_where_nobody_sees_a_key() -> None:
+    backend = SDPABackend()
+    batch = AttentionBatch(q_lens=(1, 2), visible=(0, 0, 0), block_tables=((), (7,)), block_size=4)
+    plan = backend.plan(batch, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
+    nothing = torch.full((4, 2, 16), torch.nan)
+    out, lse = backend.attend(torch.randn(3, 4, 16), nothing, nothing, plan, scale=0.1)
+    assert (out == 0).all() and (lse == -torch.inf).all()
+
+
+def test_choose_backend() -> None:
+    backend, reason = choose_backend("auto", head_dim=64, v_dim=64, dtype=torch.bfloat16, device=CPU)
+    assert backend.name == "sdpa" and reason.startswith("sdpa: ")
+    assert choose_backend("sdpa", head_dim=64, v_dim=64, dtype=torch.float32, device=CPU)[1] == "sdpa: asked for"
+    with pytest.raises(ValueError, match="backend='none' is not known; use one of auto, sdpa"):
+        choose_backend("none", head_dim=64, v_dim=64, dtype=torch.float32, device=CPU)
+    for name in ("auto", "sdpa"):
+        with pytest.raises(ValueError, match=r"cannot serve .*dtype=torch.int8 .*only float32, bfloat16"):
+            choose_backend(name, head_dim=64, v_dim=64, dtype=torch.int8, device=CPU)

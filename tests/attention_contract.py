@@ -1,0 +1,197 @@
+"""What every attention back end must hold to: cases, and a check of one back end on one case.
+
+A case is a batch of sequences over dcp ranks. Every rank's pool holds the keys that belong there and NaN in all other
+slots; block tables end in block ids that no pool has. The check compares every rank's partial, and their merge, with
+the oracle. A later back end runs ``check(backend, case, ...)`` over ``CASES`` with the tolerance of its arithmetic.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.attention import AttentionBackend, AttentionBatch
+from megatron_dcp.merge import merge_partials
+from reference import full_attention, shard_attention, shard_positions
+
+ABSENT_BLOCK = 2**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sequences as ``(query tokens, tokens after them in all)``; the queries are each sequence's last tokens."""
+
+    sequences: tuple[tuple[int, int], ...]
+    dcp_size: int = 1
+    interleave: int = 1
+    block_size: int = 4
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 16
+    v_dim: int | None = None
+    dtype: torch.dtype = torch.float32
+    order: str = "heads_first"
+    scattered: bool = True  # blocks lie anywhere in the pool, rather than one after the other
+    score_size: float = 1.0
+
+    def __str__(self) -> str:
+        default = Case(sequences=())
+        parts = [f"{k}={v}" for k, v in vars(self).items() if k == "sequences" or v != getattr(default, k)]
+        return " ".join(parts).replace("torch.", "")
+
+
+MIXED = ((1, 9), (3, 3), (1, 1), (5, 20), (1, 40), (2, 17), (1, 2))
+
+CASES = [
+    *(Case(sequences=MIXED, dcp_size=d, interleave=i) for d in (1, 2, 3, 4) for i in (1, 2, 4)),
+    Case(sequences=MIXED, scattered=False),
+    Case(sequences=MIXED, dcp_size=2, order="slots_first"),
+    Case(sequences=MIXED, dcp_size=2, order="slots_first", scattered=False),
+    Case(sequences=((1, 1),), dcp_size=4),  # three shards are empty
+    Case(sequences=((1, 2), (1, 1), (1, 3)), dcp_size=4, interleave=2),  # the batch's first shard is empty
+    Case(sequences=((6, 6),), dcp_size=4, interleave=4),  # all ranks but two see none of the whole chunk
+    Case(sequences=((30, 30), (30, 31), (17, 90)), dcp_size=3, interleave=2),
+    Case(sequences=((30, 200),), dcp_size=2, block_size=64, scattered=False),
+    *(Case(sequences=MIXED, dcp_size=2, kv_heads=k, group=g) for k, g in ((1, 1), (1, 8), (3, 5), (8, 1), (2, 7))),
+    *(Case(sequences=MIXED, dcp_size=2, head_dim=h) for h in (17, 32, 80, 128, 256)),
+    *(Case(sequences=MIXED, dcp_size=2, head_dim=h, v_dim=v) for h, v in ((24, 16), (16, 24), (576, 512))),
+    *(Case(sequences=((1, n),) * n, dcp_size=2) for n in (2, 5, 16)),
+    *(Case(sequences=MIXED, dcp_size=3, dtype=t, head_dim=64) for t in (torch.bfloat16, torch.float16)),
+    Case(sequences=MIXED, dcp_size=3, dtype=torch.bfloat16, head_dim=64, v_dim=32),
+    *(Case(sequences=((1, 700), (1, 650)), block_size=b, scattered=s) for b in (1, 16, 512) for s in (True, False)),
+    Case(sequences=((1, 700), (1, 650), (4, 300)), dtype=torch.bfloat16, scattered=False),
+    Case(sequences=((1, 300), (9, 300)), dcp_size=2, score_size=1e4),
+]
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One sequence's queries, keys and values over all ranks, values as the pool stores them."""
+
+    q_TNH: Tensor
+    k_SKH: Tensor
+    v_SKV: Tensor
+
+    @property
+    def positions(self) -> list[int]:
+        return list(range(len(self.k_SKH) - len(self.q_TNH), len(self.k_SKH)))
+
+
+def make_sequences(case: Case, seed: int = 0) -> list[Sequence]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype)
+
+    heads = case.kv_heads * case.group
+    return [
+        Sequence(
+            normal(q_len, heads, case.head_dim),
+            normal(length, case.kv_heads, case.head_dim),
+            normal(length, case.kv_heads, case.v_dim or case.head_dim),
+        )
+        for q_len, length in case.sequences
+    ]
+
+
+def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[AttentionBatch, Tensor, Tensor]:
+    """``(batch, k_SKH, v_SKV)`` of one rank."""
+    shards = [shard_positions(len(s.k_SKH), rank, case.dcp_size, case.interleave) for s in sequences]
+    needed = [-(-len(shard) // case.block_size) for shard in shards]
+    free = list(range(sum(needed) + 3))
+    if case.scattered:
+        random.Random(rank).shuffle(free)
+    tables = [[free.pop(0) for _ in range(n)] for n in needed]
+    slots = (sum(needed) + 3) * case.block_size
+    k_SKH = poisoned(slots, case.kv_heads, case.head_dim, case)
+    v_SKV = poisoned(slots, case.kv_heads, case.v_dim or case.head_dim, case)
+    visible = []
+    for sequence, shard, table in zip(sequences, shards, tables, strict=True):
+        own = [table[i // case.block_size] * case.block_size + i % case.block_size for i in range(len(shard))]
+        k_SKH[own] = sequence.k_SKH[shard]
+        v_SKV[own] = sequence.v_SKV[shard]
+        visible += [sum(p <= q for p in shard) for q in sequence.positions]
+    batch = AttentionBatch(
+        q_lens=tuple(len(s.q_TNH) for s in sequences),
+        visible=tuple(visible),
+        block_tables=tuple((*table, ABSENT_BLOCK, ABSENT_BLOCK + 1) for table in tables),
+        block_size=case.block_size,
+    )
+    return batch, k_SKH, v_SKV
+
+
+def poisoned(slots: int, kv_heads: int, dim: int, case: Case) -> Tensor:
+    if case.order == "slots_first":
+        return torch.full((slots, kv_heads, dim), torch.nan, dtype=case.dtype)
+    return torch.full((kv_heads, slots, dim), torch.nan, dtype=case.dtype).transpose(0, 1)
+
+
+def check(
+    backend: AttentionBackend[Any], case: Case, *, device: str = "cpu", atol: float = 5e-6, rtol: float = 2e-6
+) -> None:
+    """Hold a back end to the contract on every rank of a case, and the merge of the ranks to full attention.
+
+    Args:
+        atol: Largest difference of outputs, for values of size 1; of LSEs of size 1.
+        rtol: Largest relative difference of LSEs. Outputs get ``score_size * rtol`` on top, the effect of rounded
+            scores.
+    """
+    sequences = make_sequences(case)
+    scale = case.score_size * case.head_dim**-0.5
+    out_tolerance = atol + case.score_size * rtol
+    outs, lses = [], []
+    for rank in range(case.dcp_size):
+        batch, k_SKH, v_SKV = (
+            x if isinstance(x, AttentionBatch) else x.to(device) for x in make_shard(case, sequences, rank)
+        )
+        plan = backend.plan(
+            batch,
+            heads=case.kv_heads * case.group,
+            kv_heads=case.kv_heads,
+            head_dim=case.head_dim,
+            v_dim=case.v_dim,
+            dtype=case.dtype,
+            device=torch.device(device),
+        )
+        q_TNH = torch.cat([s.q_TNH for s in sequences]).to(device)
+        out, lse = (x.cpu() for x in backend.attend(q_TNH, k_SKH, v_SKV, plan, scale=scale))
+        again = backend.attend(q_TNH, k_SKH, v_SKV, plan, scale=scale)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(again, (out, lse), strict=True)), "a plan serves all layers"
+        assert out.dtype == lse.dtype == torch.float32
+        expected = [
+            shard_attention(
+                s.q_TNH,
+                s.k_SKH,
+                s.v_SKV,
+                s.positions,
+                rank=rank,
+                dcp_size=case.dcp_size,
+                interleave=case.interleave,
+                scale=scale,
+            )  # fmt: skip
+            for s in sequences
+        ]
+        compare(out, lse, expected, f"rank {rank}", out_tolerance, atol, rtol)
+        blind = torch.tensor(batch.visible) == 0
+        assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all(), "0, -inf where no key is seen"
+        outs.append(out)
+        lses.append(lse)
+    whole = [full_attention(s.q_TNH, s.k_SKH, s.v_SKV, s.positions, scale=scale) for s in sequences]
+    compare(*merge_partials(torch.stack(outs), torch.stack(lses)), whole, "merged", out_tolerance, atol, rtol)
+
+
+def compare(
+    out: Tensor, lse: Tensor, expected: list[tuple[Tensor, Tensor]], what: str, out_tol: float, atol: float, rtol: float
+) -> None:
+    want_out, want_lse = (torch.cat(x) for x in zip(*expected, strict=True))
+    torch.testing.assert_close(out.double(), want_out, rtol=0, atol=out_tol, msg=lambda m: f"{what}, out: {m}")
+    torch.testing.assert_close(lse.double(), want_lse, rtol=rtol, atol=atol, msg=lambda m: f"{what}, lse: {m}")
+
+
+def with_dtype(cases: list[Case], dtype: torch.dtype) -> list[Case]:
+    """The same cases over pools of another dtype."""
+    return [replace(case, dtype=dtype) for case in cases]

@@ -1,0 +1,276 @@
+"""Real models through the front door: tokens equal those of ``transformers``, whatever the ranks and the batch."""
+
+import functools
+
+import pytest
+import torch
+
+from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, parallel_state
+from models import hf_model, tiny_model
+from workers import run_on_ranks
+
+STEPS = 48
+BLOCK = 4
+# Around the edges of interleave, block and logical block of every dcp size, in no order.
+LENGTHS = (17, 1, 2, 33, 3, 4, 12, 5, 16, 7, 8, 13, 24, 9)
+
+
+def prompts_of(vocab: int, lengths=LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+@functools.cache
+def expected(family: str, **sizes) -> list[list[int]]:
+    """Greedy tokens by ``transformers``, each prompt alone."""
+    model = hf_model(tiny_model(family, **sizes))
+    outputs = []
+    for prompt in prompts_of(100):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            tokens = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=STEPS,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        outputs.append(tokens[0, len(prompt) :].tolist())
+    return outputs
+
+
+def generate(rank, world, path, cases, prompts, params):
+    """Tokens of every case ``(sizes, interleave, exchange)``; the model is loaded once per sizes."""
+    results = []
+    for sizes, interleave, exchange in cases:
+        llm = LLM(
+            path,
+            **sizes,
+            cache=CacheConfig(block_size=BLOCK, kv_interleave_size=interleave),
+            engine=EngineConfig(max_num_seqs=5, prefill_chunk_size=11, exchange=exchange),
+        )
+        results.append([output.token_ids for output in llm.generate(prompts, params)])
+    return results
+
+
+def sizes(tp: int, dcp: int, layout: str = "orthogonal") -> dict:
+    return dict(tensor_model_parallel_size=tp, decode_context_parallel_size=dcp, dcp_layout=layout)
+
+
+def check(family: str, world: int, cases: list, **model) -> None:
+    path = str(tiny_model(family, **model))
+    params = SamplingParams(max_tokens=STEPS, ignore_eos=True)
+    by_rank = run_on_ranks(world, generate, path, cases, prompts_of(100), params, timeout=300)
+    for rank, results in enumerate(by_rank):
+        for case, tokens in zip(cases, results, strict=True):
+            assert tokens == expected(family, **model), f"rank {rank}, {case}"
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_orthogonal_tokens_equal_transformers(tp, dcp):
+    exchanges = ["fold", "a2a", "ag_rs"]
+    cases = [(sizes(tp, dcp), i, e) for i, e in zip([1, 2, BLOCK], exchanges, strict=True)]
+    check("llama", tp * dcp, cases)
+
+
+@pytest.mark.parametrize(
+    ("tp", "dcp", "heads", "kv_heads"), [(1, 1, 4, 2), (2, 2, 4, 1), (3, 3, 6, 1), (4, 2, 4, 2), (4, 4, 4, 1)]
+)
+def test_within_tp_tokens_equal_transformers(tp, dcp, heads, kv_heads):
+    exchanges = ["a2a", "ag_rs", "all_reduce"]
+    cases = [(sizes(tp, dcp, "within_tp"), i, e) for i, e in zip([1, 2, BLOCK], exchanges, strict=True)]
+    check("llama", tp, cases, heads=heads, kv_heads=kv_heads, head_dim=8)
+
+
+@pytest.mark.mcore_line
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families_tokens_equal_transformers(family):
+    check(family, 4, [(sizes(2, 2), 1, None), (sizes(2, 2), BLOCK, "all_reduce")])
+    check(family, 2, [(sizes(2, 2, "within_tp"), 1, None)], kv_heads=1)
+
+
+def one_by_one_and_together(rank, world, path, params):
+    llm = LLM(path, **sizes(1, world), cache=CacheConfig(block_size=BLOCK, num_blocks=24))
+    prompts = prompts_of(100, (5, 1, 30, 8))
+    together = [(o.token_ids, o.logprobs) for o in llm.generate(prompts, params)]
+    alone = [(o.token_ids, o.logprobs) for p, own in zip(prompts, params, strict=True) for o in llm.generate(p, own)]
+    return together, alone
+
+
+def test_seeded_sampling_is_the_same_alone_in_a_batch_and_on_every_rank():
+    kinds = [{"top_k": 20}, {"top_p": 0.8}, {}, {"temperature": 0.0}]
+    params = [
+        SamplingParams(
+            **{"max_tokens": 20, "temperature": 0.9, "seed": i, "logprobs": True, "ignore_eos": True, **kind}
+        )
+        for i, kind in enumerate(kinds)
+    ]
+    path = str(tiny_model("llama"))
+    results = [result for world in (1, 2) for result in run_on_ranks(world, one_by_one_and_together, path, params)]
+    for together, alone in results:
+        assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+        assert [tokens for tokens, _ in together] == [tokens for tokens, _ in results[0][0]]
+        for (_, one), (_, other) in zip(together, alone, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+
+
+def longer_than_a_rank(rank, world, path, prompt):
+    llm = LLM(path, **sizes(1, world), cache=CacheConfig(block_size=4, num_blocks=8))
+    tokens = llm.generate(prompt, SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids
+    with pytest.raises(ValueError, match=r"needs 65 tokens of KV cache.*DCP group holds 64 .*over 2 ranks"):
+        llm.generate([1] * 61, SamplingParams(max_tokens=5))
+    return tokens, llm.runner.pool.num_slots
+
+
+def test_a_prompt_may_be_longer_than_a_ranks_pool_but_not_than_the_groups():
+    prompt = prompts_of(100, (60,))[0]
+    path = tiny_model("llama")
+    model = hf_model(path)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=False,
+                               eos_token_id=None, pad_token_id=0)  # fmt: skip
+    for tokens, slots in run_on_ranks(2, longer_than_a_rank, str(path), prompt):
+        assert tokens == whole[0, 60:].tolist()
+        assert slots == 32
+
+
+@pytest.fixture
+def llm():
+    """A model with tokenizer on this process alone; the groups go with the test."""
+    made = LLM(tiny_model("llama", tokenizer=True, positions=64), cache=CacheConfig(block_size=BLOCK))
+    yield made
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+
+
+def test_stream_and_callback_hand_out_what_generate_returns(llm):
+    prompts = ["h\u00e9llo", [3, 4, 5], "x" * 30]
+    params = SamplingParams(max_tokens=25, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    streamed = list(llm.stream(prompts, params))
+    called = []
+    assert llm.generate(prompts, params, on_token=lambda *token: called.append(token)) == outputs
+    assert called == streamed
+    for output in outputs:
+        own = [token for token in streamed if token.index == output.index]
+        assert [token.token_id for token in own] == output.token_ids
+        assert "".join(token.text for token in own) == output.text
+    assert outputs[0].prompt_token_ids == llm.tokenizer.encode("h\u00e9llo")
+    assert [o.finish_reason for o in outputs] == ["length"] * 3
+    assert outputs[0].logprobs is None
+
+
+def test_stop_tokens_end_of_text_and_context(llm):
+    free = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    stop = free.token_ids[6]
+    stopped = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=[stop]))[0]
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == llm.tokenizer.decode(stopped.token_ids)
+    full = llm.generate([[1] * 60, [1] * 64], SamplingParams(max_tokens=99, ignore_eos=True))
+    assert [(len(o.token_ids), o.finish_reason) for o in full] == [(4, "length"), (1, "length")]
+
+
+def test_end_of_text_ends_the_sequence_and_is_not_in_the_text(llm):
+    free = llm.generate([5, 6, 7], SamplingParams(max_tokens=20, ignore_eos=True))[0]
+    llm.prompt_reader = type(llm.prompt_reader)(
+        vocab_size=260, max_sequence_length=64, eos_token_ids=(free.token_ids[4],), tokenizer=llm.tokenizer
+    )
+    ended = llm.generate([5, 6, 7], SamplingParams(max_tokens=20))[0]
+    first = free.token_ids.index(free.token_ids[4])
+    assert ended.token_ids == free.token_ids[: first + 1]
+    assert ended.finish_reason == "stop"
+    assert ended.text == llm.tokenizer.decode(ended.token_ids[:-1])
+    assert "".join(t.text for t in llm.stream([5, 6, 7], SamplingParams(max_tokens=20))) == ended.text
+
+
+def test_leaving_a_stream_early_leaves_nothing_behind(llm):
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    llm.model.train()
+    stream = llm.stream([[1, 2], [3]], params)
+    next(stream)
+    with pytest.raises(ValueError, match="still running"):
+        llm.generate([1], params)
+    assert not llm.model.training
+    stream.close()
+    assert llm.model.training
+    assert not torch.is_inference_mode_enabled()
+    assert len(llm.generate([1], params)[0].token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([[1], []], "prompt 1 has 0 tokens"),
+        ([[1], [1] * 65], "prompt 1 has 65 tokens.*context is 64"),
+        ([[260]], "prompt 0 has token id 260"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(llm, prompts, message):
+    calls = []
+    with pytest.raises(ValueError, match=message):
+        llm.generate(prompts, on_token=lambda *token: calls.append(token))
+    with pytest.raises(ValueError, match=message):
+        llm.stream(prompts)
+    assert not calls and llm.runner is None
+    assert llm.generate([]) == []
+
+
+def test_arguments_that_contradict_each_other(llm):
+    path = tiny_model("llama", tokenizer=True, positions=64)
+    with pytest.raises(ValueError, match="decode_context_parallel_size=2 differs from the 1 of the groups"):
+        LLM(path, decode_context_parallel_size=2)
+    with pytest.raises(ValueError, match="dtype='float8' is not known"):
+        LLM(path, dtype="float8")
+    with pytest.raises(ValueError, match="vocab_size=5 cannot be given"):
+        LLM(path, vocab_size=5)
+    with pytest.raises(ValueError, match="dtype='float32' cannot be given"):
+        LLM(llm.model, dtype="float32")
+    with pytest.raises(ValueError, match="exchange='fold'"):
+        parallel_state.destroy_model_parallel()
+        LLM(path, dcp_layout="within_tp", engine=EngineConfig(exchange="fold"))
+
+
+def test_groups_are_gone_after_a_checkpoint_that_does_not_load(tmp_path):
+    with pytest.raises(ValueError):
+        LLM(tmp_path / "nothing")
+    assert not parallel_state.is_initialized()
+
+
+def errors_of(rank, world, path):
+    """What each rank hears of mistakes that one rank makes."""
+    llm = LLM(path, **sizes(1, world))
+    errors = []
+    for prompts in ([[1], [] if rank else [2]], [[1, rank]], ["text" if rank else [1]]):
+        try:
+            llm.generate(prompts, SamplingParams(max_tokens=2))
+            errors.append(None)
+        except ValueError as error:
+            errors.append(str(error))
+    try:
+        llm.generate([1], SamplingParams(max_tokens=2, seed=rank))
+    except ValueError as error:
+        errors.append(str(error))
+    return errors, llm.generate([1], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
+
+
+def test_a_mistake_on_one_rank_is_an_error_on_every_rank():
+    (first, tokens), (second, others) = run_on_ranks(2, errors_of, str(tiny_model("llama")))
+    assert "rank 1" in first[0] and "prompt 1 has 0 tokens" in first[0] and "prompt 1 has 0 tokens" in second[0]
+    assert "same" in first[1] and "same" in second[1]
+    assert "without a tokenizer" in first[2] and "without a tokenizer" in second[2]
+    assert "same" in first[3] and "same" in second[3]
+    assert tokens == others and len(tokens) == 3
+
+
+def load_here(rank, world, paths):
+    LLM(paths[rank], **sizes(1, world))
+
+
+def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path):
+    paths = [str(tiny_model("llama")), str(tmp_path / "nowhere")]
+    errors = run_on_ranks(2, load_here, paths, expect_errors=True)
+    assert all(isinstance(error, ValueError) and "nowhere" in str(error) for error in errors)

@@ -1,0 +1,218 @@
+"""Who may import whom, and that importing does nothing else: the rules of docs/design.md, read off the source."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
+
+# Left to right: a module imports what stands left of it, and its own part; parts of one level are strangers.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("config", "metrics", "merge"),
+    ("rank_groups", "distributed", "rope"),
+    ("_cpu", "_mcore"),
+    ("parallel_state",),
+    ("cache", "attention", "comm"),
+    ("layers",),
+    ("checkpoint",),
+    ("engine",),
+    ("server",),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+# _mcore builds a model under the shim of _cpu.
+SAME_LEVEL = {("_mcore", "_cpu")}
+MAY_IMPORT_MEGATRON = ("parallel_state.py", "_mcore.py", "layers/", "checkpoint/")
+OPTIONAL = ("transformer_engine", "flash_attn", "flash_attn_interface", "flashinfer", "flash_mla", "triton", "cudnn")
+WITHOUT_TORCH = (
+    "config.py",
+    "metrics.py",
+    "rank_groups.py",
+    "cache/layout.py",
+    "cache/blocks.py",
+    "engine/batch.py",
+    "engine/request.py",
+    "engine/scheduler.py",
+)
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: ``name`` is the module, or for ``from a import b`` both ``a`` and ``a.b`` are listed."""
+
+    name: str
+    line: int
+    inside_function: bool
+    for_types_only: bool
+
+    @property
+    def root(self) -> str:
+        return self.name.split(".")[0]
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk(node: ast.AST, inside: bool, types: bool) -> Iterator[Import]:
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, node.lineno, inside, types) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"line {node.lineno}: relative import; write the whole name"
+        assert node.module is not None
+        yield Import(node.module, node.lineno, inside, types)
+        yield from (Import(f"{node.module}.{alias.name}", node.lineno, inside, types) for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        if node.args and isinstance(node.args[0], ast.Constant):
+            yield Import(str(node.args[0].value), node.lineno, inside, types)
+    inside = inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    body_is_for_types = is_type_checking(node)
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from walk(child, inside, types or (body_is_for_types and field == "body"))
+
+
+@cache
+def imports(path: Path) -> tuple[Import, ...]:
+    return tuple(walk(ast.parse(path.read_text()), inside=False, types=False))
+
+
+def sources() -> list[Path]:
+    found = sorted(PACKAGE.rglob("*.py"))
+    assert found
+    return found
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def level_of(part: str) -> int:
+    for level, parts in enumerate(LEVELS):
+        if part in parts:
+            return level
+    raise AssertionError(f"megatron_dcp.{part} has no place among the import levels; give it one in LEVELS")
+
+
+def part_of(path: Path) -> str:
+    return relative(path).split("/")[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", sources(), ids=relative)
+def test_imports_go_left_only(path: Path) -> None:
+    part = part_of(path)
+    own = level_of(part)
+    for one in imports(path):
+        names = one.name.split(".")
+        # `from megatron_dcp import x` is listed as megatron_dcp and as megatron_dcp.x; the first says nothing.
+        if names[0] != "megatron_dcp" or len(names) == 1:
+            continue
+        if not (PACKAGE / names[1]).is_dir() and not (PACKAGE / f"{names[1]}.py").is_file():
+            assert part in ("cli", "__main__"), f"line {one.line}: {one.name} goes by the package's front door"
+            continue
+        allowed = names[1] == part or level_of(names[1]) < own or (part, names[1]) in SAME_LEVEL
+        assert allowed, f"line {one.line}: megatron_dcp.{part} may not import {one.name}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=relative)
+def test_megatron_is_imported_in_few_places(path: Path) -> None:
+    if not relative(path).startswith(MAY_IMPORT_MEGATRON):
+        lines = [one.line for one in imports(path) if one.root == "megatron"]
+        assert not lines, f"lines {lines}: Megatron belongs in {', '.join(MAY_IMPORT_MEGATRON)}"
+
+
+@pytest.mark.parametrize("library", OPTIONAL)
+def test_optional_library_is_imported_in_one_file_inside_functions(library: str) -> None:
+    users = {relative(path): one for path in sources() for one in imports(path) if one.root == library}
+    assert len(users) <= 1, f"{library} is imported in {sorted(users)}"
+    outside = [
+        f"{relative(path)}:{one.line}"
+        for path in sources()
+        for one in imports(path)
+        if one.root == library and not one.inside_function and not one.for_types_only
+    ]
+    assert not outside, f"{library} may be missing; import it inside a function: {outside}"
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_needs_no_torch_runs_without_it() -> None:
+    modules = [f"megatron_dcp.{name.removesuffix('.py').replace('/', '.')}" for name in WITHOUT_TORCH]
+    run_python(
+        f"""
+import importlib, sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "megatron", "transformers"):
+            raise ImportError(f"{{name}} is not here")
+sys.meta_path.insert(0, Missing())
+for name in {modules!r}:
+    importlib.import_module(name)
+"""
+    )
+
+
+def test_package_itself_is_light() -> None:
+    out = run_python(
+        "import sys, megatron_dcp; print(*(m for m in ('torch', 'megatron', 'numpy') if m in sys.modules))"
+    )
+    assert out.split() == []
+
+
+def test_import_has_no_side_effects() -> None:
+    """What foreign libraries do at their import is theirs: they are imported before the state is taken."""
+    modules = [f"megatron_dcp.{relative(p)[:-3].replace('/', '.')}" for p in sources()]
+    modules = [name.removesuffix(".__init__") for name in modules if not name.endswith("__main__")]
+    foreign = sorted(
+        {
+            one.name
+            for path in sources()
+            for one in imports(path)
+            if one.root not in ("megatron_dcp", *OPTIONAL) and not one.inside_function and not one.for_types_only
+        }
+    )
+    run_python(
+        f"""
+import importlib, logging, os, random, signal, sys, threading, warnings
+import numpy, torch
+def state():
+    return {{
+        "environment": dict(os.environ),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "signals": [signal.getsignal(s) for s in signal.valid_signals()],
+        "threads": threading.active_count(),
+        "warnings": list(warnings.filters),
+        "logging": (logging.root.level, list(logging.root.handlers)),
+        "random": (random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()),
+        "torch": (torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled()),
+        "distributed": torch.distributed.is_initialized(),
+        "cuda": (torch.cuda.is_initialized(), torch.cuda.current_device, torch.cuda.is_available),
+        "hooks": (sys.excepthook, threading.excepthook, sys.stdout, sys.stderr),
+    }}
+for name in {foreign!r}:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:  # `from a import b` where b is no module
+        pass
+before = state()
+for name in {modules!r}:
+    importlib.import_module(name)
+after = state()
+changed = [name for name in before if before[name] != after[name]]
+assert not changed, changed
+"""
+    )
