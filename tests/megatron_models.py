@@ -38,7 +38,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of the whole model by Megatron name; norms and biases far from their trivial values."""
     generator = torch.Generator().manual_seed(seed)
-    groups = _single_rank_groups()
+    groups = single_rank_groups()
     state = {}
     for name, value in build_model(config, groups).state_dict().items():
         if value is None or not isinstance(value, Tensor):
@@ -50,12 +50,12 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     return state
 
 
-def shard(state: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
+def shard(config: ModelConfig, state: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
     """The part of ``state`` that TP rank ``rank`` of ``tp`` holds, by Megatron's rules."""
     shards = {}
     for name, value in state.items():
         if "linear_fc1" in name:
-            shards[name] = torch.cat([half.chunk(tp)[rank] for half in value.chunk(2)])
+            shards[name] = torch.cat([part.chunk(tp)[rank] for part in value.chunk(2 if config.swiglu else 1)])
         elif "linear_qkv" in name or "embedding" in name or "output_layer" in name:
             shards[name] = value.chunk(tp)[rank]
         elif "linear_proj.weight" in name or "linear_fc2.weight" in name:
@@ -67,14 +67,15 @@ def shard(state: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
 
 def whole_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
     """The oracle: Megatron's own modules, on this rank alone."""
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # its forward asks for one, without a GPU
-    return _fill(build_model(config, _single_rank_groups(), dtype=dtype), state)
+    return _fill(build_model(config, single_rank_groups(), dtype=dtype), state)
 
 
 def sharded_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32, **kw: Any) -> Any:
     """This rank's shard, over the groups of ``parallel_state``."""
     groups = parallel_state.get_process_group_collection()
-    return _fill(build_model(config, groups, dtype=dtype, **kw), shard(state, groups.tp.rank(), groups.tp.size()))
+    return _fill(
+        build_model(config, groups, dtype=dtype, **kw), shard(config, state, groups.tp.rank(), groups.tp.size())
+    )
 
 
 def training_logits(model: Any, tokens: list[int]) -> Tensor:
@@ -82,6 +83,7 @@ def training_logits(model: Any, tokens: list[int]) -> Tensor:
     length = len(tokens)
     mask = torch.triu(torch.ones(length, length, dtype=torch.bool), 1)[None, None]
     with megatron_on_cpu(), torch.no_grad():
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # its dropout asks for one, without a GPU
         return model(torch.tensor([tokens]), torch.arange(length)[None], mask)[0].float()
 
 
@@ -132,7 +134,7 @@ def forced_logits(
     return [torch.stack(each) for each in rows]
 
 
-def _single_rank_groups() -> Any:
+def single_rank_groups() -> Any:
     """Process groups of this rank alone (a collective call)."""
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     return ProcessGroupCollection(tp=own, pp=own, cp=own, embd=None, dp=own, dp_cp=own, ep=own, expt_tp=own)

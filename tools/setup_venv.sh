@@ -25,7 +25,7 @@ why_not() {
 find_python() {
     local candidate reason seen=""
     for candidate in "$@"; do
-        command -v "$candidate" >/dev/null || continue
+        [ "$#" = 1 ] || command -v "$candidate" >/dev/null || continue
         reason=$(why_not "$candidate")
         [ -z "$reason" ] && { echo "$candidate"; return; }
         seen+="; $candidate $reason"
@@ -63,6 +63,8 @@ if [ "$(minor_of "$venv/bin/python")" != "$(minor_of "$python")" ] || ! "$venv/b
 fi
 rm -f "$venv/.installed"
 log "installing into $venv; the first time this takes some minutes and up to several GB (PyTorch)"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c tools/constraints.txt -e '.[test]'
+quiet=--quiet
+[ -t 2 ] && quiet=--no-color # somebody is watching: let pip show how far it is
+"$venv/bin/python" -m pip install "$quiet" --disable-pip-version-check -c tools/constraints.txt -e '.[test]'
 printf '%s\n' "$wanted" >"$venv/.installed"
 log "$venv is ready"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
@@ -68,12 +69,12 @@ def write_dist(
     torch.save(common_state(source, iteration), directory / COMMON)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(
-            {},
-            storage_writer=Writer(directory, thread_count=1),
-            planner=_StreamingPlanner(source, progress),
-            no_dist=True,
-        )
+        planner = _StreamingPlanner(source, progress)
+        try:
+            save({}, storage_writer=Writer(directory, thread_count=1), planner=planner, no_dist=True)
+        except CheckpointException as error:  # torch wraps all that its steps raise, even Ctrl-C
+            cause, _ = next(iter(error.failures.values()))
+            raise cause from None
     # Last, as Megatron does: without this file a checkpoint counts as unfinished.
     (directory / "metadata.json").write_text(
         json.dumps(

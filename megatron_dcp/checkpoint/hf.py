@@ -176,9 +176,10 @@ def _hf_tensors(
     source: Source, rows: list[Row], progress: Callable[[str], None] | None
 ) -> Iterator[tuple[str, Tensor]]:
     for row in rows:
-        yield from zip(row.hf, row.transform.unpack(source.read(row.megatron), source.config), strict=True)
+        tensor = source.read(row.megatron)
         if progress is not None:
             progress(row.megatron)
+        yield from zip(row.hf, row.transform.unpack(tensor, source.config), strict=True)
 
 
 def _take(tensors: Iterator[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:

@@ -33,7 +33,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = No
     ranks = group.size()
     if ranks == 1:
         return tensor.unsqueeze(0)
-    flat = tensor.reshape(-1)  # gloo takes the stacked shape only for some shapes
+    flat = tensor.reshape(-1)  # the one form that every back end takes
     gathered = flat.new_empty(ranks * flat.numel())
     sent = (ranks - 1) * tensor.nbytes
     _issue("all_gather", lambda: _all_gather(gathered, flat, group=group), group, metrics, sent)

@@ -1,0 +1,174 @@
+"""Loaded models on 1 to 4 tensor parallel ranks: same weights, same logits as ``transformers``, same errors everywhere."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron_dcp import parallel_state
+from megatron_dcp.checkpoint import convert, load_model, open_source
+from megatron_dcp.checkpoint.names import shard
+from models import FAMILIES, LLAMA3, hf_model, megatron_logits, tiny_model
+from workers import run_on_ranks
+
+pytestmark = pytest.mark.mcore_line
+TOKENS = [(7 * i * i + 3 * i) % 100 for i in range(90)]
+
+
+def groups(world: int, **sizes: Any) -> Any:
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(**{"tensor_model_parallel_size": world, **sizes})
+    return parallel_state.get_process_group_collection()
+
+
+def whole_logits(model: torch.nn.Module, vocab_size: int, tp: Any) -> torch.Tensor:
+    mine = megatron_logits(model, TOKENS).contiguous()
+    parts = [torch.empty_like(mine) for _ in range(tp.size())]
+    dist.all_gather(parts, mine, group=tp)
+    return torch.cat(parts, dim=-1)[:, :vocab_size]
+
+
+def load_on_rank(rank: int, world: int, paths: list[Path]) -> list[tuple[torch.Tensor, list[str]]]:
+    """Logits from every checkpoint, and the parameters that are not this rank's shard of what the checkpoint holds."""
+    pgs = groups(world)
+    results = []
+    for path in paths:
+        model, config = load_model(path, pgs)
+        source = open_source(path)
+        if source.config != config:
+            source.repad(config.padded_vocab_size)
+        wrong = [
+            name
+            for name, parameter in model.named_parameters()
+            if not torch.equal(parameter, shard(source.read(name), source.specs[name], world, rank))
+        ]
+        assert not model.training
+        results.append((whole_logits(model, config.vocab_size, pgs.tp), wrong))
+    return results
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])  # with 2 KV heads: tp 4 cuts through the rows of a KV group
+def test_logits_are_those_of_transformers(tp: int, tmp_path: Path) -> None:
+    originals = [tiny_model(family, tied=family == "qwen2") for family in FAMILIES]
+    originals.append(tiny_model("llama", rope_scaling=LLAMA3, rope_theta=50000.0))
+    paths = {}
+    for number, original in enumerate(originals):
+        paths[original] = [original]
+        if tp < 4:
+            paths[original] += [convert(original, tmp_path / f"{to}{number}", to=to) for to in ("torch_dist", "legacy")]
+        else:
+            paths[original] += [convert(original, tmp_path / f"dist{number}", to="torch_dist")]
+    flat = [(original, path) for original in originals for path in paths[original]]
+    by_rank = run_on_ranks(tp, load_on_rank if tp < 4 else load_weights_on_rank, [path for _, path in flat])
+    for number, (original, path) in enumerate(flat):
+        for rank in range(tp):
+            logits, wrong = by_rank[rank][number]
+            assert wrong == [], path
+            if logits is None:
+                continue
+            with torch.no_grad():
+                expected = hf_model(original)(torch.tensor([TOKENS])).logits[0]
+            spread = expected.max() - expected.min()
+            assert (logits - expected).abs().max() <= 1e-5 * spread, path
+            assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def load_weights_on_rank(rank: int, world: int, paths: list[Path]) -> list[tuple[None, list[str]]]:
+    """`load_on_rank` without a forward pass: Megatron's own does not run on a CPU with fewer KV heads than ranks."""
+    pgs = groups(world)
+    results = []
+    for path in paths:
+        model, _ = load_model(path, pgs)
+        source = open_source(path)
+        wrong = [
+            name
+            for name, parameter in model.named_parameters()
+            if not torch.equal(parameter, shard(source.read(name), source.specs[name], world, rank))
+        ]
+        results.append((None, wrong))
+    return results
+
+
+def test_vocabulary_is_padded_further_where_tp_does_not_divide_it(tmp_path: Path) -> None:
+    original = tiny_model("llama", hidden=48, heads=6, kv_heads=3)
+    paths = [original, convert(original, tmp_path / "dist"), convert(original, tmp_path / "legacy", to="legacy")]
+    with torch.no_grad():
+        expected = hf_model(original)(torch.tensor([TOKENS])).logits[0]
+    for results in run_on_ranks(3, load_on_rank, paths):
+        for logits, wrong in results:
+            assert wrong == []
+            assert (logits - expected).abs().max() <= 1e-5 * (expected.max() - expected.min())
+
+
+def dtypes_on_rank(rank: int, world: int, path: Path) -> set[torch.dtype]:
+    model, _ = load_model(path, groups(world), dtype=torch.bfloat16)
+    source = open_source(path)
+    assert all(torch.equal(p, source.read(name).bfloat16()) for name, p in model.named_parameters())
+    return {p.dtype for p in model.parameters()}
+
+
+def test_dtype_is_the_callers(tmp_path: Path) -> None:
+    assert run_on_ranks(1, dtypes_on_rank, tiny_model("qwen3")) == [{torch.bfloat16}]
+
+
+def plain_megatron_load(rank: int, world: int, path: Path, strict: str) -> list[str]:
+    """Load by Megatron-Core alone into a model full of NaN; the parameters that came out wrong."""
+    from megatron.core import dist_checkpointing
+    from megatron_dcp._mcore import build_model
+
+    source = open_source(path)
+    model = build_model(source.config, groups(world))
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    state = model.sharded_state_dict()
+    loaded = dist_checkpointing.load(state, str(path / "iter_0000001"), strict=strict)
+    assert loaded["args"].num_layers == source.config.num_layers and loaded["iteration"] == 1
+    model.load_state_dict({name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}, strict=False)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, shard(source.read(name), source.specs[name], world, rank))
+    ]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_megatron_core_alone_loads_what_convert_wrote(tp: int, tmp_path: Path) -> None:
+    for family in FAMILIES:
+        path = convert(tiny_model(family, tied=family == "qwen3"), tmp_path / family)
+        assert run_on_ranks(tp, plain_megatron_load, path, "raise_unexpected") == [[]] * tp
+
+
+# --- errors
+
+
+def load_only(rank: int, world: int, paths: list[Path], sizes: dict[str, Any]) -> None:
+    load_model(paths[rank % len(paths)], groups(world, **sizes))
+
+
+def test_an_unsound_checkpoint_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    path = convert(tiny_model("llama"), tmp_path / "dist")
+    data = next(path.rglob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    for error in run_on_ranks(2, load_only, [path], {}, expect_errors=True):
+        assert isinstance(error, ValueError) and "__0_0.distcp is truncated" in str(error)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tensor_model_parallel_size": 1, "decode_context_parallel_size": 2}])
+def test_one_ranks_error_is_everybodys(sizes: dict[str, Any], tmp_path: Path) -> None:
+    good, bad = tiny_model("llama"), shutil.copytree(tiny_model("llama"), tmp_path / "bad")
+    (bad / "model.safetensors").unlink()
+    errors = run_on_ranks(2, load_only, [good, bad], sizes, expect_errors=True)
+    assert all(isinstance(error, ValueError) and "neither model.safetensors" in str(error) for error in errors)
+    assert "rank 1" in str(errors[0])
+
+
+def test_ranks_that_see_different_models_notice(tmp_path: Path) -> None:
+    errors = run_on_ranks(2, load_only, [tiny_model("llama"), tiny_model("llama", layers=1)], {}, expect_errors=True)
+    assert all(isinstance(error, ValueError) and "the shape of the model" in str(error) for error in errors)
+
+
+def test_tensor_parallel_size_that_does_not_fit() -> None:
+    for error in run_on_ranks(3, load_only, [tiny_model("llama")], {}, expect_errors=True):
+        assert isinstance(error, ValueError) and "tensor_model_parallel_size=3 does not fit" in str(error)

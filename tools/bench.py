@@ -1,0 +1,24 @@
+"""Benchmarks. Each prints a table; the last line of stdout is the same as JSON.
+
+    python tools/bench.py decode --quick
+
+No benchmark asserts a duration: they measure, side by side in one run, and leave the judgement to the reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import bench_decode
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bench_decode.add_command(commands)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
+
+
+if __name__ == "__main__":  # the processes that a benchmark starts import this file again
+    main()
