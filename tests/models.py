@@ -18,7 +18,7 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 BYTE_VOCAB = 260  # 256 bytes, <eos>, <bos>, two that no text uses
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny_model(
     family: str = "llama",
     *,
@@ -131,6 +131,7 @@ def megatron_logits(model: Any, token_ids: list[int]) -> Any:
     """Logits ``[tokens, vocabulary of this rank]`` of Megatron's own training forward, on a CPU too."""
     import torch
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
     from megatron_dcp._cpu import megatron_on_cpu
 
     tokens = len(token_ids)

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -175,21 +174,6 @@ class DocumentSampler:
         self.rng = random.Random(seed)
         self.filler_weight = filler_weight
 
-    def drill_sample(self, length: int, facts: int) -> Sample:
-        """Bare facts, `Silver Heron is copper lantern thistle.`, said over and over in random order."""
-        drawn = draw_facts(self.rng, facts, held_out=False)
-        ids: list[int] = []
-        weights: list[float] = []
-        told = False
-        while len(ids) < length:
-            self.rng.shuffle(drawn)
-            for fact in drawn:
-                piece = self._pieces((f" {fact.key} is", 0.0), (f" {fact.value}", 1.0 if told else 0.0), (".", 0.0))
-                ids += piece.ids
-                weights += piece.weights
-            told = True
-        return Sample(ids[:length], weights[:length])
-
     def fact_sample(self, length: int, questions: int) -> Sample:
         """Prose of `length` tokens with `questions` facts and their questions."""
         facts = draw_facts(self.rng, questions, held_out=False)
@@ -264,8 +248,8 @@ def evaluation_prompt(
 ) -> tuple[str, list[Question]]:
     """A context of about `context_length` tokens cut from the haystack, and one question per depth.
 
-    The facts are on names never used in training, with random values. Depth 0 puts a fact before the first sentence, depth 1
-    after the last. The questions come in random order.
+    The facts are on names never used in training, with random values. Depth 0 puts a fact before the first
+    sentence, depth 1 after the last. The questions come in random order.
     """
     rng = random.Random(seed)
     facts = draw_facts(rng, len(depths), held_out=True)
@@ -301,8 +285,3 @@ def _insert(paragraphs: list[list[str]], placed: list[tuple[int, Fact]]) -> str:
             lines.append(line)
     lines[-1] += [fact.sentence for _, fact in pending]
     return "\n\n".join(" ".join(line) for line in lines)
-
-
-def describe(question: Question) -> dict[str, Any]:
-    """A question as plain data, for JSON files."""
-    return {"prompt": question.prompt, "answer": question.answer, "depth": question.depth}

@@ -153,16 +153,17 @@ def build_model(shape: Shape) -> GPTModel:
     )
 
 
-HASH = 24  # channels that carry a token's identity from one position to another: the slow rotary ones of a 64-channel head
+# Channels that carry a token's identity from one position to another: the slow rotary ones of a head of 64.
+HASH = 24
 
 
 @torch.no_grad()
 def initialise(model: GPTModel, shape: Shape) -> None:
     """Start from a rough induction circuit, in the spirit of mimetic initialisation (Trockman and Kolter, 2023).
 
-    Embeddings begin in a subspace of their own. The heads of layer 0 look one, two and three tokens back and write a hash of
-    what they see into three further subspaces; those of layer 1 compare the hashes of the last three tokens with those before
-    every other position, and copy the token there. All weights are trained from this start.
+    Embeddings begin in a subspace of their own. The heads of layer 0 look one, two and three tokens back and write a
+    hash of what they see into three further subspaces; those of layer 1 compare the hashes of the last three tokens
+    with those before every other position, and copy the token there. All weights are trained from this start.
     """
     basis = torch.linalg.qr(torch.randn(shape.hidden_size, shape.hidden_size))[0]
     own, constant = basis[:, : shape.hidden_size - 3 * HASH - 1], basis[:, -1]
@@ -175,7 +176,7 @@ def initialise(model: GPTModel, shape: Shape) -> None:
     _match_and_copy(model.decoder.layers[1].self_attention, shape, token_hash, back)
 
 
-def _split(attention: torch.nn.Module, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(attention: Any, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the weights: QKV as `[K, queries per group + 2, H, hidden]`, projection as `[hidden, N, H]`."""
     per_group = shape.num_attention_heads // shape.num_query_groups
     qkv = attention.linear_qkv.weight.view(shape.num_query_groups, per_group + 2, shape.kv_channels, shape.hidden_size)
@@ -183,9 +184,9 @@ def _split(attention: torch.nn.Module, shape: Shape) -> tuple[torch.Tensor, torc
 
 
 def _look_back(
-    attention: torch.nn.Module, shape: Shape, token_hash: torch.Tensor, back: torch.Tensor, constant: torch.Tensor
+    attention: Any, shape: Shape, token_hash: torch.Tensor, back: torch.Tensor, constant: torch.Tensor
 ) -> None:
-    """Heads 0 to 2 attend to 1 to 3 tokens back: a fixed key, and a query whose rotary phase is turned back by as much."""
+    """Heads 0 to 2 attend to 1 to 3 tokens back: a fixed key, a query turned back in phase."""
     qkv, proj = _split(attention, shape)
     half = shape.kv_channels // 2
     key = torch.zeros(half)
@@ -201,7 +202,7 @@ def _look_back(
         proj[:, head, :HASH] = back[:, head] * 0.03
 
 
-def _match_and_copy(attention: torch.nn.Module, shape: Shape, token_hash: torch.Tensor, back: torch.Tensor) -> None:
+def _match_and_copy(attention: Any, shape: Shape, token_hash: torch.Tensor, back: torch.Tensor) -> None:
     """Every head compares (this token, one back, two back) with (one back, two back, three back), and copies."""
     qkv, proj = _split(attention, shape)
     half = shape.kv_channels // 2
@@ -282,7 +283,9 @@ def make_optimizers(model: GPTModel, lr: float) -> list[torch.optim.Optimizer]:
     return [Muon(matrices, lr=10 * lr), torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 
-def run_stage(model: GPTModel, tokenizer: Tokenizer, haystack: str, index: int, seed: int, stage: Stage, log_every: int) -> None:
+def run_stage(
+    model: GPTModel, tokenizer: Tokenizer, haystack: str, index: int, seed: int, stage: Stage, log_every: int
+) -> None:
     """Train `model` in place through one stage, with its own optimizer state, warm-up and cosine decay."""
     sampler = DocumentSampler(tokenizer, haystack, seed + index, filler_weight=0.1)
     torch.manual_seed(seed + index)
@@ -349,8 +352,10 @@ def retrieval(model: GPTModel, tokenizer: Tokenizer, context: str, questions: li
     return [best[start - 1 : start - 1 + len(answer)] == answer for start, answer in spans]
 
 
-def evaluate(model: GPTModel, tokenizer: Tokenizer, haystack: str, length: int, samples: int, seed: int) -> dict[str, Any]:
-    """Exact-match rate at depths 0, 0.1, ... 1 of the haystack, on ships and pass words never seen in training."""
+def evaluate(
+    model: GPTModel, tokenizer: Tokenizer, haystack: str, length: int, samples: int, seed: int
+) -> dict[str, Any]:
+    """Exact-match rate at depths 0, 0.1, ... 1 of the haystack, on ships never named in a training fact."""
     depths = [step / 10 for step in range(11)]
     found: dict[float, list[bool]] = {depth: [] for depth in depths}
     for sample in range(samples):
@@ -368,14 +373,14 @@ def evaluate(model: GPTModel, tokenizer: Tokenizer, haystack: str, length: int, 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="directory for the weights, the shape and the tokenizer")
+    parser.add_argument("--output", type=Path, required=True, help="directory for weights, shape, tokenizer")
     parser.add_argument("--steps", type=int, help="at most so many steps in each stage, for a trial (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--log-every", type=int, default=10, help="steps between progress lines (default: 10)")
     parser.add_argument("--eval", action="store_true", help="only evaluate the weights in --output")
     parser.add_argument("--samples", type=int, default=20, help="evaluation contexts (default: 20)")
-    parser.add_argument("--context", type=int, default=5000, help="evaluation context in tokens, at most the whole haystack")
+    parser.add_argument("--context", type=int, default=5000, help="evaluation context in tokens")
     return parser.parse_args()
 
 

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from megatron_dcp.attention.base import AttentionBackend, AttentionBatch
 from megatron_dcp.attention.pieces import Limits, Piece, Unit, cut_batch, thread_ways
+from megatron_dcp.merge import merge_partials
 
 WORK_BYTES = 8 << 20  # fp32 keys and values of one call: large enough that calls are few, small enough for a CPU cache
-COPY_BYTES = 256 << 10  # keys and values that are gathered in about the time that one more call takes
+COPY_BYTES = 128 << 10  # keys and values that are gathered in about the time that one more call takes
 MAX_ROWS = 512  # of one call: enough for the matrix products to run at full speed
 
+Pool = tuple[Tensor, Tensor]  # keys and values as k_1KSH, v_1KSV
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
@@ -45,9 +47,18 @@ def plain(q_BKRH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, mask: Tensor | None, s
 
 @dataclass(frozen=True)
 class SDPAPlan:
-    """One step's kernel calls. ``blind``: some token sees no key on this rank."""
+    """One step's kernel calls.
 
-    units: list[Unit]
+    Attributes:
+        singles, chunks, padded: Units of one query token, of several, and of one each of several sequences.
+        single_tokens: Flat query tokens of ``singles``, int64.
+        blind: Some token sees no key on this rank.
+    """
+
+    singles: list[Unit]
+    chunks: list[Unit]
+    padded: list[Unit]
+    single_tokens: Tensor
     kernel: Kernel
     blind: bool
 
@@ -104,68 +115,90 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             call_keys=call_keys,
             ways=thread_ways(kv_heads, torch.get_num_threads()) if fits else 1,
         )
+        padded: list[Unit] = []
+        own: list[Unit] = []
+        for unit in cut_batch(batch, limits, device):
+            (own if unit.tokens is None else padded).append(unit)
+        singles = [unit for unit in own if unit.stop - unit.first == 1]
         return SDPAPlan(
-            units=cut_batch(batch, limits, device), kernel=fused if fits else plain, blind=0 in batch.visible
+            singles=singles,
+            chunks=[unit for unit in own if unit.stop - unit.first > 1],
+            padded=padded,
+            single_tokens=torch.tensor([unit.first for unit in singles], dtype=torch.int64, device=device),
+            kernel=fused if fits else plain,
+            blind=0 in batch.visible,
         )
 
     @torch.no_grad()
     def attend(
         self, q_TNH: Tensor, k_SKH: Tensor, v_SKV: Tensor, plan: SDPAPlan, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        tokens, heads, _ = q_TNH.shape
         kv_heads, v_dim = v_SKV.shape[1:]
-        q_TKGH = q_TNH.float().contiguous().unflatten(1, (kv_heads, heads // kv_heads))
-        k_KSH, v_KSV = k_SKH.transpose(0, 1), v_SKV.transpose(0, 1)
+        q_TKGH = q_TNH.float().contiguous().unflatten(1, (kv_heads, q_TNH.shape[1] // kv_heads))
+        pool = k_SKH.transpose(0, 1).unsqueeze(0), v_SKV.transpose(0, 1).unsqueeze(0)
         out_TKGV = q_TKGH.new_empty(*q_TKGH.shape[:3], v_dim)
         lse_TKG = q_TKGH.new_empty(q_TKGH.shape[:3])
         if plan.blind:
             out_TKGV.zero_()
             lse_TKG.fill_(-torch.inf)
-        for unit in plan.units:
-            if unit.tokens is not None:
-                (piece,) = unit.pieces
-                k_BKCH, v_BKCV = self._read(k_KSH, v_KSV, piece)
-                out, lse = plan.kernel(q_TKGH[unit.tokens], k_BKCH, v_BKCV, piece.mask, scale)
-                out_TKGV[unit.tokens] = out
-                lse_TKG[unit.tokens] = lse
-                continue
+        for unit in plan.padded:
+            assert unit.tokens is not None
+            (piece,) = unit.pieces
+            k_BKCH, v_BKCV = self._read(pool, piece)
+            q_BKGH = q_TKGH.index_select(0, unit.tokens)
+            out, lse = plan.kernel(q_BKGH, k_BKCH, v_BKCV, piece.mask, scale)
+            out_TKGV.index_copy_(0, unit.tokens, out)
+            lse_TKG.index_copy_(0, unit.tokens, lse)
+        for unit in plan.chunks:
             own = slice(unit.first, unit.stop)
-            out, lse = self._attend_unit(q_TKGH[own], k_KSH, v_KSV, unit, plan.kernel, scale)
-            shape = (kv_heads, unit.stop - unit.first, heads // kv_heads)
-            out_TKGV[own] = out.view(*shape, v_dim).transpose(0, 1)
-            lse_TKG[own] = lse.view(shape).transpose(0, 1)
+            q_1KRH = q_TKGH[own].transpose(0, 1).flatten(1, 2).unsqueeze(0)
+            out, lse = self._attend_unit(q_1KRH, pool, unit, plan.kernel, scale)
+            by_token = (unit.stop - unit.first, q_TKGH.shape[2])
+            out_TKGV[own] = out[0].unflatten(1, by_token).transpose(0, 1)
+            lse_TKG[own] = lse[0].unflatten(1, by_token).transpose(0, 1)
+        if plan.singles:
+            rows = q_TKGH.index_select(0, plan.single_tokens).split(1)
+            partials = [
+                self._attend_unit(q_1KRH, pool, unit, plan.kernel, scale)
+                for q_1KRH, unit in zip(rows, plan.singles, strict=True)
+            ]
+            out_TKGV.index_copy_(0, plan.single_tokens, torch.cat([out for out, _ in partials]))
+            lse_TKG.index_copy_(0, plan.single_tokens, torch.cat([lse for _, lse in partials]))
         return out_TKGV.flatten(1, 2), lse_TKG.flatten(1, 2)
 
     def _attend_unit(
-        self, q_QKGH: Tensor, k_KSH: Tensor, v_KSV: Tensor, unit: Unit, kernel: Kernel, scale: float
+        self, q_1KRH: Tensor, pool: Pool, unit: Unit, kernel: Kernel, scale: float
     ) -> tuple[Tensor, Tensor]:
-        group = q_QKGH.shape[2]
-        q_1KRH = q_QKGH.transpose(0, 1).flatten(1, 2).unsqueeze(0)
         merged: tuple[Tensor, Tensor] | None = None
         for piece in unit.pieces:
-            k_BKCH, v_BKCV = self._read(k_KSH, v_KSV, piece)
-            skip = piece.skip * group
-            q_BKRH = q_1KRH[:, :, skip:].expand(piece.parts, -1, -1, -1)
-            out_BKRV, lse_BKR = kernel(q_BKRH, k_BKCH, v_BKCV, piece.mask, scale)
-            for out, lse in zip(out_BKRV.split(1), lse_BKR.split(1), strict=True):
-                if merged is None:
-                    merged = out, lse
-                else:
-                    _merge_into(merged[0][:, :, skip:], merged[1][:, :, skip:], out, lse)
+            k_BKCH, v_BKCV = self._read(pool, piece)
+            skip = piece.skip * q_1KRH.shape[2] // (unit.stop - unit.first)
+            q_BKRH = q_1KRH[:, :, skip:] if skip else q_1KRH
+            if piece.parts > 1:
+                q_BKRH = q_BKRH.expand(piece.parts, -1, -1, -1)
+            out, lse = kernel(q_BKRH, k_BKCH, v_BKCV, piece.mask, scale)
+            if piece.parts > 1:
+                out, lse = (x.unsqueeze(0) for x in merge_partials(out, lse))
+            if merged is None:
+                merged = out, lse
+            else:
+                _merge_into(merged[0][:, :, skip:], merged[1][:, :, skip:], out, lse)
         assert merged is not None
         return merged
 
-    def _read(self, k_KSH: Tensor, v_KSV: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
+    def _read(self, pool: Pool, piece: Piece) -> tuple[Tensor, Tensor]:
         """Keys and values of a piece as ``[B, K, C, H]`` and ``[B, K, C, V]`` in fp32: views of the pool, or copied."""
-        if isinstance(piece.keys, tuple) and k_KSH.dtype == torch.float32:
-            k, v = k_KSH.narrow(1, *piece.keys), v_KSV.narrow(1, *piece.keys)
+        k_1KSH, v_1KSV = pool
+        if isinstance(piece.keys, tuple) and k_1KSH.dtype == torch.float32:
+            k, v = k_1KSH.narrow(2, *piece.keys), v_1KSV.narrow(2, *piece.keys)
         else:
-            k_size, v_size = (x.shape[0] * piece.length * x.shape[2] for x in (k_KSH, v_KSV))
-            k_flat, v_flat = self._workspace(k_size + v_size, k_KSH.device).split((k_size, v_size))
-            k, v = _copy(k_KSH, piece, k_flat), _copy(v_KSV, piece, v_flat)
+            k_size, v_size = (x.shape[1] * piece.length * x.shape[3] for x in pool)
+            k_flat, v_flat = self._workspace(k_size + v_size, k_1KSH.device).split((k_size, v_size))
+            k, v = _copy(k_1KSH, piece, k_flat), _copy(v_1KSV, piece, v_flat)
         if piece.parts == 1:
-            return k.unsqueeze(0), v.unsqueeze(0)
-        return tuple(x.unflatten(1, (piece.parts, -1)).transpose(0, 1) for x in (k, v))
+            return k, v
+        by_part = (piece.parts, piece.length // piece.parts)
+        return k[0].unflatten(1, by_part).transpose(0, 1), v[0].unflatten(1, by_part).transpose(0, 1)
 
     def _workspace(self, size: int, device: torch.device) -> Tensor:
         # kept between calls: fresh memory would be mapped page by page each time, which costs as much as the copy
@@ -176,13 +209,13 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         return work[:size]
 
 
-def _copy(pool_KSH: Tensor, piece: Piece, work: Tensor) -> Tensor:
-    out_KCH = work.view(pool_KSH.shape[0], piece.length, pool_KSH.shape[2])
+def _copy(pool_1KSH: Tensor, piece: Piece, work: Tensor) -> Tensor:
+    out_1KCH = work.view(1, pool_1KSH.shape[1], piece.length, pool_1KSH.shape[3])
     if isinstance(piece.keys, tuple):
-        return out_KCH.copy_(pool_KSH.narrow(1, *piece.keys))
-    if pool_KSH.dtype == torch.float32:
-        return torch.index_select(pool_KSH, 1, piece.keys, out=out_KCH)
-    return out_KCH.copy_(pool_KSH.index_select(1, piece.keys))
+        return out_1KCH.copy_(pool_1KSH.narrow(2, *piece.keys))
+    if pool_1KSH.dtype == torch.float32:
+        return torch.index_select(pool_1KSH, 2, piece.keys, out=out_1KCH)
+    return out_1KCH.copy_(pool_1KSH.index_select(2, piece.keys))
 
 
 def _merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:

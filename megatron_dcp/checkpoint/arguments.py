@@ -174,7 +174,9 @@ def _first(values: dict[str, Any], names: tuple[str, ...], default: Any) -> Any:
 def _check_positions(values: dict[str, Any], where: str) -> None:
     kind = values.get("position_embedding_type", "learned_absolute")
     if kind != "rope" and not values.get("use_rotary_position_embeddings"):
-        raise ValueError(f"position_embedding_type={kind!r} in the args of {where} is not supported; supported is 'rope'")
+        raise ValueError(
+            f"position_embedding_type={kind!r} in the args of {where} is not supported; supported is 'rope'"
+        )
 
 
 def _vocab_size(values: dict[str, Any]) -> int:

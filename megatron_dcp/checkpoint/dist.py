@@ -74,12 +74,14 @@ class DistSource(Source):
         self._reader.check_files({key for stored in self._stored.values() for key in stored.keys})
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._reader.metadata.state_dict_metadata[self._stored[name].keys[0]].properties.dtype
+        return self._reader.tensor(self._stored[name].keys[0]).properties.dtype
 
     def _read(self, name: str) -> Tensor:
         stored = self._stored[name]
-        shape = self._stored_shape(name)
-        parts = [self._read_box(key, stored.layer, [0] * len(shape), self._part_shape(name, key)) for key in stored.keys]
+        parts = []
+        for key in stored.keys:
+            shape = self._part_shape(name, key)
+            parts.append(self._read_box(key, stored.layer, [0] * len(shape), shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_shard(self, name: str, tp: int, rank: int) -> Tensor:
@@ -124,9 +126,11 @@ class _Reader(FileSystemReader):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._directory = directory
-        config = _read_backend(directory)
-        if config != "torch_dist":
-            raise ValueError(f"{directory / 'metadata.json'} names sharded_backend={config!r}; supported is 'torch_dist'")
+        backend = _read_backend(directory / "metadata.json")
+        if backend != "torch_dist":
+            raise ValueError(
+                f"{directory / 'metadata.json'} names sharded_backend={backend!r}; supported is 'torch_dist'"
+            )
         self.metadata: Metadata = load_metadata(directory / ".metadata")
         if not isinstance(self.metadata, Metadata) or not isinstance(self.metadata.storage_data, dict):
             raise ValueError(f"{directory / '.metadata'} holds no checkpoint metadata")
@@ -165,12 +169,19 @@ class _Reader(FileSystemReader):
             path = self._directory / name
             if not path.is_file():
                 raise ValueError(f"{path} is missing: the checkpoint is incomplete")
-            if path.stat().st_size < end:
-                raise ValueError(f"{path} is truncated: it has {path.stat().st_size} bytes, its metadata asks for {end}")
+            size = path.stat().st_size
+            if size < end:
+                raise ValueError(f"{path} is truncated: it has {size} bytes, its metadata asks for {end}")
+
+    def tensor(self, key: str) -> TensorStorageMetadata:
+        """Size, dtype and pieces of a tensor."""
+        stored = self.metadata.state_dict_metadata[key]
+        assert isinstance(stored, TensorStorageMetadata), key
+        return stored
 
     def read(self, key: str, offsets: list[int], sizes: list[int]) -> Tensor:
         """The box of tensor ``key`` that starts at ``offsets``."""
-        stored = self.metadata.state_dict_metadata[key]
+        stored = self.tensor(key)
         box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, stored, [box])
         if sum(math.prod(item.lengths) for item in items) != math.prod(sizes):
@@ -202,11 +213,11 @@ class _IntoBox:
         raise AssertionError("a tensor was asked for")
 
 
-def _read_backend(directory: Path) -> Any:
+def _read_backend(path: Path) -> Any:
     try:
-        return json.loads((directory / "metadata.json").read_text())["sharded_backend"]
+        return json.loads(path.read_text())["sharded_backend"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{directory / 'metadata.json'} is truncated or no checkpoint configuration: {error}") from error
+        raise ValueError(f"{path} is truncated or no checkpoint configuration: {error}") from error
 
 
 def _read_args(location: Location, reader: _Reader) -> tuple[Any, ModelConfig]:

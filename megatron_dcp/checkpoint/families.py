@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dcp.checkpoint.names import fit_vocab, layer_name, model_tensors
+from megatron_dcp.checkpoint.names import fit_vocab, model_tensors, split_layer_name
 from megatron_dcp.config import ModelConfig
 
 Shape = tuple[int, ...]
@@ -150,14 +150,14 @@ class Family:
     def rows(self, config: ModelConfig) -> list[Row]:
         """The table for a model of ``config``'s shape, in the order of the forward pass."""
         rows = []
-        outside = {name: Row(name, (hf,), transform) for name, (hf, transform) in _OUTSIDE.items()}
-        layers = {
-            layer_name(i, rest): Row(layer_name(i, rest), tuple(f"model.layers.{i}.{name}" for name in names), transform)
-            for i in range(config.num_layers)
-            for rest, (names, transform) in self.layer.items()
-        }
         for name in model_tensors(config):
-            rows.append(outside.get(name) or layers[name])
+            layer, rest = split_layer_name(name)
+            if layer is None:
+                hf, transform = _OUTSIDE[rest]
+                rows.append(Row(name, (hf,), transform))
+            else:
+                names, transform = self.layer[rest]
+                rows.append(Row(name, tuple(f"model.layers.{layer}.{hf}" for hf in names), transform))
         return rows
 
     def fits(self, config: ModelConfig) -> bool:

@@ -70,7 +70,8 @@ def locate(path: str | Path) -> Location:
         return Location(format="hf", root=path, data=path)
     if list(path.glob("iter_*")) or (path / "release").is_dir():
         raise ValueError(
-            f"{str(path)!r} has no {TRACKER}, which a finished checkpoint has; {_iterations(path)}. Give the path of one"
+            f"{str(path)!r} has no {TRACKER}, which a finished checkpoint has; {_iterations(path)}. "
+            "Give the path of one of these"
         )
     name = path.resolve().name
     iteration = int(name[5:]) if name.startswith("iter_") and name[5:].isdigit() else None

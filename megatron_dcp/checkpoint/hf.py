@@ -147,9 +147,9 @@ def _open_files(directory: Path) -> dict[str, Any]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{directory / name} is truncated or no safetensors file: {error}") from error
     found = {tensor: file for file in files.values() for tensor in file.keys()}  # noqa: SIM118
-    lost = [name for name in weight_map or () if name not in found]
-    if lost:
-        raise ValueError(f"{directory / _INDEX} lists {lost[0]}, but {weight_map[lost[0]]} does not hold it")
+    for name, file in (weight_map or {}).items():
+        if name not in found:
+            raise ValueError(f"{directory / _INDEX} lists {name}, but {file} does not hold it")
     return found
 
 

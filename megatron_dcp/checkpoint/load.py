@@ -127,4 +127,3 @@ def _fill(model: torch.nn.Module, source: Source, tp: int, rank: int) -> None:
 def _ranks_of_model(pg_collection: ProcessGroupCollection) -> ProcessGroup:
     """The ranks that must fail together: all that decode together where DCP groups exist."""
     return getattr(pg_collection, "dcp_replica", None) or pg_collection.tp
-

@@ -50,8 +50,8 @@ def save_model(
     Raises:
         ValueError: On every rank: ``dst`` exists, or ``config`` is not the model's.
     """
-    while hasattr(model, "module"):
-        model = model.module
+    while isinstance(wrapped := getattr(model, "module", None), torch.nn.Module):
+        model = wrapped
     dst, world = Path(dst), dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
     with contextlib.ExitStack() as stack:

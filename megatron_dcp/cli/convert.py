@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from megatron_dcp.cli import arguments
 
 FORMATS = ("torch_dist", "legacy", "hf")
+CLEAR_LINE = "\r\x1b[K"
 EXAMPLE = f"  megatron-dcp convert {arguments.CHECKPOINT} build/quickstart-hf --to hf"
 
 
@@ -34,5 +36,10 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("convert runs in one process; start it without torchrun")
     from megatron_dcp.checkpoint import convert
 
-    path = convert(args.src, args.dst, to=args.to)
-    print(f"wrote {path} ({args.to})")
+    live = sys.stderr.isatty()
+    path = convert(args.src, args.dst, to=args.to, progress=_show if live else None)
+    print(f"{CLEAR_LINE if live else ''}wrote {path} ({args.to})")
+
+
+def _show(tensor: str) -> None:
+    print(f"{CLEAR_LINE}{tensor}", end="", file=sys.stderr, flush=True)

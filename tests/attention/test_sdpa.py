@@ -9,6 +9,7 @@ import torch
 from attention_contract import CASES, Case, check, make_sequences, make_shard
 
 from megatron_dcp.attention import AttentionBatch, choose_backend, sdpa
+from megatron_dcp.attention.pieces import Unit
 from megatron_dcp.attention.sdpa import SDPABackend, fused, plain
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_few_kv_heads_split_their_keys_over_threads(kv_heads: int, dtype: torch.
     check(SDPABackend(), case)
     batch, *_ = make_shard(case, make_sequences(case), 0)
     plan = _plan(SDPABackend(), case, batch)
-    assert any(piece.parts == 2 for unit in plan.units for piece in unit.pieces)
+    assert any(piece.parts == 2 for unit in _units(plan) for piece in unit.pieces)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -76,6 +77,10 @@ def _plan(backend: SDPABackend, case: Case, batch: AttentionBatch) -> sdpa.SDPAP
     )
 
 
+def _units(plan: sdpa.SDPAPlan) -> list[Unit]:
+    return [*plan.singles, *plan.chunks, *plan.padded]
+
+
 def _run(backend: SDPABackend, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     sequences = make_sequences(case)
     batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
@@ -97,7 +102,7 @@ def test_long_runs_between_gaps_are_not_copied() -> None:
     backend = SDPABackend()
     case = Case(sequences=((1, 4096),), block_size=1024, head_dim=64)
     batch, *_ = make_shard(case, make_sequences(case), 0)
-    (unit,) = _plan(backend, case, batch).units
+    (unit,) = _units(_plan(backend, case, batch))
     assert len(unit.pieces) > 1, "the shuffled blocks should not have come out in order"
     assert all(isinstance(piece.keys, tuple) for piece in unit.pieces)
 
@@ -112,7 +117,7 @@ def test_work_space_stays_within_its_bound(dtype: torch.dtype, v_dim: int) -> No
     _run(backend, case)
     assert 0 < _work_bytes(backend) <= sdpa.WORK_BYTES
     masks = 0
-    for unit in _plan(backend, case, batch).units:
+    for unit in _units(_plan(backend, case, batch)):
         for piece in unit.pieces:
             masks += 0 if piece.mask is None else piece.mask.nbytes
             scores = case.kv_heads * case.group * (unit.stop - unit.first) * piece.length * 4
@@ -124,7 +129,7 @@ def test_work_space_stays_within_its_bound(dtype: torch.dtype, v_dim: int) -> No
 def test_short_sequences_share_a_call(count: int) -> None:
     case = Case(sequences=tuple((1, 3 + n) for n in range(count)))
     batch, *_ = make_shard(case, make_sequences(case), 0)
-    assert len(_plan(SDPABackend(), case, batch).units) == 1
+    assert len(_units(_plan(SDPABackend(), case, batch))) == 1
 
 
 def test_work_space_made_in_inference_mode_serves_outside() -> None:

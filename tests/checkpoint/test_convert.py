@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from megatron_dcp.checkpoint import convert, detect_format, load_tokenizer, open_source, read_config
 from megatron_dcp.checkpoint.hf import HFSource, write_hf
 from models import FAMILIES, LLAMA3, hf_model, hf_tensors, tiny_model

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from megatron_dcp.checkpoint import open_source, read_config
 from megatron_dcp.checkpoint.hf_config import config_from_hf, config_to_hf
 from models import LLAMA3, tiny_model
-from safetensors.torch import load_file, save_file
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -165,7 +166,11 @@ def test_quantised_tensor(directory: Path) -> None:
 
 def test_old_inverse_frequencies_and_a_tied_head_are_no_extra_tensors(tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_model("llama", tied=True), tmp_path / "model")
-    edit(directory, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4), lm_head__weight=torch.zeros(100, 32))
+    edit(
+        directory,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4),
+        lm_head__weight=torch.zeros(100, 32),
+    )
     assert "output_layer.weight" not in open_source(directory).specs
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import convert, load_model, load_tokenizer, open_source, read_config, save_model
 from megatron_dcp.checkpoint.dist import DistSource

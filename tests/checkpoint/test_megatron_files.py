@@ -1,0 +1,254 @@
+"""What can be wrong with a Megatron checkpoint, and legacy files as Megatron-LM writes them."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dcp.checkpoint import convert, open_source, read_config
+from megatron_dcp.checkpoint.names import fused_name, shard, split_layer_name
+from models import hf_tensors, tiny_model
+
+ITERATION = "iter_0000001"
+
+
+@pytest.fixture
+def dist(tmp_path: Path) -> Path:
+    return convert(tiny_model("qwen3"), tmp_path / "dist", to="torch_dist")
+
+
+@pytest.fixture
+def legacy(tmp_path: Path) -> Path:
+    return convert(tiny_model("qwen2"), tmp_path / "legacy", to="legacy")
+
+
+def edit_common(root: Path, **args: Any) -> None:
+    path = root / ITERATION / "common.pt"
+    common = torch.load(path, weights_only=False)
+    vars(common["args"]).update(args)
+    torch.save(common, path)
+
+
+def edit_metadata(root: Path, edit: Any) -> None:
+    path = root / ITERATION / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    path.write_bytes(pickle.dumps(metadata))
+
+
+# --- torch_dist
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("keep", [0, 10, -10])
+def test_truncated_small_files(dist: Path, name: str, keep: int) -> None:
+    path = dist / ITERATION / name
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=rf"{name} is truncated or no"):
+        open_source(dist)
+
+
+@pytest.mark.parametrize("keep", [0, 1000, -1])
+def test_truncated_tensors_are_noticed_before_any_is_read(dist: Path, keep: int) -> None:
+    path = dist / ITERATION / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=r"__0_0\.distcp is truncated: it has \d+ bytes, its metadata asks for \d+"):
+        open_source(dist)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("__0_0.distcp", "__0_0.distcp is missing"),
+        ("common.pt", "common.pt is missing"),
+        (".metadata", ".metadata is missing"),
+        ("metadata.json", "no metadata.json, which Megatron writes last"),
+    ],
+)
+def test_missing_files(dist: Path, name: str, message: str) -> None:
+    (dist / ITERATION / name).unlink()
+    with pytest.raises(ValueError, match=message):
+        open_source(dist)
+
+
+def test_garbage_in_a_tensor_is_an_error_when_it_is_read(dist: Path) -> None:
+    path = dist / ITERATION / "__0_0.distcp"
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    with pytest.raises(ValueError, match="embedding.word_embeddings.weight cannot be read"):
+        open_source(dist).read("embedding.word_embeddings.weight")
+
+
+def test_missing_and_extra_tensors(dist: Path) -> None:
+    edit_common(dist, qk_layernorm=False)
+    with pytest.raises(ValueError, match=r"holds decoder\.layers\.0\.self_attention\.[qk]_layernorm.*and 1 more"):
+        open_source(dist)
+    edit_common(dist, qk_layernorm=True, add_qkv_bias=True)
+    with pytest.raises(ValueError, match=r"lacks decoder\.layers\.0\.self_attention\.linear_qkv\.bias"):
+        open_source(dist)
+    edit_common(dist, add_qkv_bias=False)
+    assert open_source(dist).config == read_config(tiny_model("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"ffn_hidden_size": 64}, r"linear_fc1\.weight.*\(96, 32\).*\(128, 32\)"),
+        ({"num_layers": 3}, r"has shape \(2, .*asks for 3 layers"),
+        ({"vocab_size": 200, "padded_vocab_size": 256}, r"word_embeddings\.weight.*\(128, 32\).*at least 200 rows"),
+        ({"num_query_groups": 4}, r"linear_qkv\.weight"),
+    ],
+)
+def test_arguments_of_another_model(dist: Path, args: dict[str, Any], message: str) -> None:
+    edit_common(dist, **args)
+    with pytest.raises(ValueError, match=message):
+        open_source(dist)
+
+
+def test_padding_of_another_tensor_parallel_size_is_no_error(dist: Path) -> None:
+    edit_common(dist, padded_vocab_size=104)
+    source = open_source(dist)
+    assert source.read("output_layer.weight").shape[0] == 104
+    source.repad(384)
+    assert source.read_shard("output_layer.weight", 3, 2).shape[0] == 128
+    assert torch.equal(source.read("output_layer.weight")[:100], hf_tensors(tiny_model("qwen3"))["lm_head.weight"])
+
+
+def test_metadata_with_a_hole(dist: Path) -> None:
+    def forget_a_layer(metadata: Any) -> None:
+        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+
+    edit_metadata(dist, forget_a_layer)
+    source = open_source(dist)
+    source.read("decoder.layers.0.mlp.linear_fc2.weight")
+    with pytest.raises(ValueError, match="does not say where all of decoder.layers.mlp.linear_fc2.weight lies"):
+        source.read("decoder.layers.1.mlp.linear_fc2.weight")
+
+
+def test_metadata_that_points_elsewhere(dist: Path) -> None:
+    def outside(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../../secret"
+
+    edit_metadata(dist, outside)
+    with pytest.raises(ValueError, match="'../../secret', which is not a file beside it"):
+        open_source(dist)
+
+
+def test_keys_with_a_prefix(dist: Path) -> None:
+    def prefix(metadata: Any) -> None:
+        metadata.state_dict_metadata = {f"model.{k}": v for k, v in metadata.state_dict_metadata.items()}
+        for index in list(metadata.storage_data):
+            info = metadata.storage_data.pop(index)
+            metadata.storage_data[type(index)(f"model.{index.fqn}", index.offset, index.index)] = info
+
+    edit_metadata(dist, prefix)
+    source = open_source(dist)
+    expected = open_source(tiny_model("qwen3"))
+    assert all(torch.equal(source.read(name), expected.read(name)) for name in expected.specs)
+
+
+def test_another_backend(dist: Path) -> None:
+    (dist / ITERATION / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
+    with pytest.raises(ValueError, match="sharded_backend='zarr'.*supported is 'torch_dist'"):
+        open_source(dist)
+
+
+def test_checkpoint_that_does_not_say_its_shape(dist: Path) -> None:
+    path = dist / ITERATION / "common.pt"
+    common = torch.load(path, weights_only=False)
+    del common["args"]
+    torch.save(common, path)
+    for read in (open_source, read_config):
+        with pytest.raises(ValueError, match="has no 'args'.*save_model"):
+            read(dist)
+
+
+# --- legacy
+
+
+def rank_file(root: Path, rank: int = 0) -> Path:
+    return root / ITERATION / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+
+
+def split_legacy(root: Path, tp: int, *, fused: bool = False, **args: Any) -> None:
+    """Rewrite a legacy checkpoint as ``tp`` ranks would have saved it; ``fused``: with TransformerEngine's names."""
+    source = open_source(root)
+    tensors = {name: tensor.clone() for name, tensor in source.tensors()}  # its file, which is mapped, is overwritten
+    state = torch.load(rank_file(root), weights_only=False)
+    vars(state["args"]).update({"tensor_model_parallel_size": tp, **args})
+    for rank in range(tp):
+        model: dict[str, Any] = {}
+        for name, spec in source.specs.items():
+            layer, rest = split_layer_name(name)
+            saved = f"decoder.layers.{layer}.{fused_name(rest)}" if fused and layer is not None else name
+            model[saved] = shard(tensors[name], spec, tp, rank).clone()
+            if fused:
+                model[saved.rpartition(".")[0] + "._extra_state"] = torch.zeros(3, dtype=torch.uint8)
+        rank_file(root, rank).parent.mkdir(exist_ok=True)
+        torch.save({**state, "model": model, "optimizer": {"exp_avg": torch.zeros(5)}}, rank_file(root, rank))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_legacy_of_any_tensor_parallel_size(legacy: Path, tmp_path: Path, tp: int, fused: bool) -> None:
+    split_legacy(legacy, tp, fused=fused)
+    if fused:
+        assert any("layer_norm_weight" in name for name in torch.load(rank_file(legacy), weights_only=False)["model"])
+    expected = hf_tensors(tiny_model("qwen2"))
+    back = hf_tensors(convert(legacy, tmp_path / "hf", to="hf"))
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], expected[name]) for name in expected)
+
+
+def edit_legacy(root: Path, edit: Any) -> None:
+    state = torch.load(rank_file(root), weights_only=False)
+    edit(state)
+    torch.save(state, rank_file(root))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"), r"lacks decoder\.layers\.1\.mlp"),
+        (lambda s: s["model"].update({"decoder.layers.0.mlp.router.weight": torch.ones(2)}), "holds .*router"),
+        (lambda s: s["model"].update({"decoder.final_layernorm.weight": torch.ones(3)}), r"\(3,\).*\(32,\)"),
+        (lambda s: s.pop("args"), "has no 'args'"),
+        (lambda s: s.update(checkpoint_version=1.0), "checkpoint_version=1.0"),
+        (lambda s: s.update(model0=s.pop("model")), "virtual pipeline"),
+        (lambda s: s.pop("model"), "no 'model' in it"),
+        (lambda s: s.update(model={"language_model": {}}), "before Megatron-Core"),
+        (lambda s: vars(s["args"]).update(tensor_model_parallel_size=2), "but holds 1 mp_rank"),
+    ],
+)
+def test_unsound_legacy(legacy: Path, edit: Any, message: str) -> None:
+    edit_legacy(legacy, edit)
+    with pytest.raises(ValueError, match=message):
+        open_source(legacy)
+
+
+@pytest.mark.parametrize("keep", [0, 100, -100])
+def test_truncated_legacy(legacy: Path, keep: int) -> None:
+    rank_file(legacy).write_bytes(rank_file(legacy).read_bytes()[:keep])
+    with pytest.raises(ValueError, match="model_optim_rng.pt is truncated or not a torch file"):
+        open_source(legacy)
+
+
+def test_missing_rank_and_pipeline(legacy: Path) -> None:
+    split_legacy(legacy, 2)
+    rank_file(legacy, 1).unlink()
+    with pytest.raises(ValueError, match=r"mp_rank_01/model_optim_rng\.pt is missing"):
+        open_source(legacy)
+    rank_file(legacy, 1).parent.rename(legacy / ITERATION / "mp_rank_01_000")
+    with pytest.raises(ValueError, match="pipeline or expert parallelism"):
+        open_source(legacy)
+
+
+def test_legacy_from_before_zip_files(legacy: Path) -> None:
+    state = torch.load(rank_file(legacy), weights_only=False)
+    torch.save(state, rank_file(legacy), _use_new_zipfile_serialization=False)
+    expected = open_source(tiny_model("qwen2"))
+    source = open_source(legacy)
+    assert all(torch.equal(source.read(name), expected.read(name)) for name in expected.specs)

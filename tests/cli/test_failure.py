@@ -1,0 +1,91 @@
+import os
+import signal
+import time
+
+import pytest
+
+from megatron_dcp.cli import failure
+from megatron_dcp.comm.collectives import CollectiveError
+from workers import run_on_ranks
+
+
+def fail_with(error):
+    def run():
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("tp=3 is too\n much"), "tp=3 is too much"),
+        (CollectiveError("all_gather failed:\nrank 1 died"), "all_gather failed: rank 1 died"),
+        (FileNotFoundError(2, "No such file or directory", "p.jsonl"), "p.jsonl: No such file or directory"),
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (--debug shows where)"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_1(error, line, capsys):
+    assert failure.failing_together(fail_with(error), "generate", debug=False) == 1
+    assert capsys.readouterr() == ("", f"megatron-dcp generate: error: {line}\n")
+
+
+def test_debug_adds_the_traceback(capsys):
+    assert failure.failing_together(fail_with(KeyError("x")), "convert", debug=True) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" in error and error.endswith("KeyError: 'x' (--debug shows where)\n")
+
+
+def test_success_is_0_and_restores_signals(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    assert failure.failing_together(lambda: None, "generate", debug=False) == 0
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capsys.readouterr() == ("", "")
+
+
+def test_sigterm_ends_a_command_with_a_line(monkeypatch, capsys):
+    monkeypatch.setattr(failure, "GRACE_S", 0.2)
+
+    def run():
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            time.sleep(0.01)
+
+    assert failure.failing_together(run, "generate", debug=False) == 1
+    assert "stopped by SIGTERM" in capsys.readouterr().err
+
+
+def test_an_error_right_after_sigterm_is_the_one_that_is_told(capsys):
+    def run():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ValueError("the real reason")
+
+    assert failure.failing_together(run, "generate", debug=False) == 1
+    assert capsys.readouterr().err == "megatron-dcp generate: error: the real reason\n"
+
+
+def fail_late(rank, world):
+    """Seconds for which a rank that has failed waits for the others, which fail a second later."""
+    start = time.monotonic()
+
+    def run():
+        time.sleep(1.0 if rank else 0.0)
+        raise ValueError("no")
+
+    assert failure.failing_together(run, "generate", debug=False) == 1
+    return time.monotonic() - start
+
+
+def test_a_failed_rank_waits_for_the_others_to_report():
+    assert min(run_on_ranks(2, fail_late)) >= 1.0
+
+
+def fail_alone(rank, world):
+    if rank == 0:
+        failure.GRACE_S = 0.3
+        return failure.failing_together(fail_with(ValueError("only here")), "generate", debug=False)
+    return None
+
+
+def test_a_rank_that_fails_alone_does_not_wait_for_ever():
+    assert run_on_ranks(2, fail_alone, timeout=60)[0] == 1
