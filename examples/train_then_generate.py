@@ -2,15 +2,14 @@
 
     torchrun --nproc-per-node 4 examples/train_then_generate.py      # tp 2 x dcp 2, on GPUs or on a CPU
 
-The model learns to count upwards modulo 50. While it trains, the two DCP ranks of a TP rank are data-parallel ranks with
-batches of their own; while it generates, they share one sharded KV cache.
+The model learns to count upwards modulo 50. While it trains, the two DCP ranks of a TP rank are data-parallel ranks
+with batches of their own; while it generates, they share one sharded KV cache.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
@@ -27,7 +26,7 @@ def make_model() -> torch.nn.Module:
     """A GPTModel as a training script has it: Megatron's groups and layers, nothing of DCP."""
     mpu.initialize_model_parallel(tensor_model_parallel_size=2)
     tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    torch.manual_seed(1 + mpu.get_tensor_model_parallel_rank())
+    torch.manual_seed(1)  # the same on every rank: each cuts its shard out of the same random matrix
     config = ModelConfig(
         num_layers=2,
         hidden_size=64,

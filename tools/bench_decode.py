@@ -154,7 +154,7 @@ def _measure_case(
             turns(f"bandwidth {ranks}", ranks, part.sum, rounds)
         for contender in present:
             turns(contender.name, contender.ranks, contender.step, rounds)
-            if contender.attend is not None:
+            if contender.measures_attention:
                 turns(f"attend {contender.name}", contender.ranks, contender.attend, rounds)
     rows = []
     for contender in present:

@@ -6,7 +6,6 @@ Shapes: ``C`` positions, ``B`` sequences, ``K`` KV heads, ``H`` head dim.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,7 +128,7 @@ class Contender:
 
     name: str
     ranks = 1
-    attend: Callable[[], object] | None = None
+    measures_attention = False  # whether there is ``attend``, the attention of a step alone
     traffic: dict[str, tuple[int, int]] | None = None
     kv_bytes = 0
 
@@ -144,6 +143,9 @@ class Contender:
         """Logits ``[B, vocab]``, fp32; leaves the cache as it was before."""
         raise NotImplementedError
 
+    def attend(self) -> None:
+        raise NotImplementedError
+
     def count_traffic(self) -> None:
         """Set ``traffic`` to the collectives of one step."""
 
@@ -153,6 +155,8 @@ class Contender:
 
 class Ours(Contender):
     """This package on ``ranks`` ranks, orthogonal layout, blocks of a sequence in a row as the scheduler deals them."""
+
+    measures_attention = True
 
     def __init__(self, ranks: int, model: Any, groups: Any, kv: RandomKV, arguments: argparse.Namespace) -> None:
         self.name, self.ranks = f"dcp {ranks}", ranks
@@ -189,7 +193,7 @@ class Ours(Contender):
         )
         for sequence, table in enumerate(tables):
             self._fill(sequence, torch.tensor(table, device=self.kv.device), case.context - 1)
-        self.attend = self._attention(case, tables)
+        self._prepare_attention(case, tables)
 
     def _fill(self, sequence: int, table: Tensor, length: int) -> None:
         layout, rank = self.runner.layout, self.runner.rank
@@ -201,25 +205,29 @@ class Ours(Contender):
                 keys = self.kv.read(layer, sequence, layout.global_position(local, rank), rotated=True)
                 self.runner.pool.write(layer, slots, *keys)
 
-    def _attention(self, case: Case, tables: list[list[int]]) -> Callable[[], None]:
-        """The attention of a step alone: plan, and the partial attention of every layer over the own shard."""
-        runner, config = self.runner, self.kv.config
-        visible = runner.layout.visible(case.context - 1, runner.rank)
-        batch = AttentionBatch(
+    def _prepare_attention(self, case: Case, tables: list[list[int]]) -> None:
+        runner = self.runner
+        self.attention_batch = AttentionBatch(
             q_lens=(1,) * case.batch,
-            visible=(visible,) * case.batch,
+            visible=(runner.layout.visible(case.context - 1, runner.rank),) * case.batch,
             block_tables=tuple(map(tuple, tables)),
             block_size=runner.layout.block_size,
         )
-        heads = dict(heads=runner.heads, kv_heads=runner.kv_heads, head_dim=config.kv_channels)
-        q_TNH = torch.randn(case.batch, runner.heads, config.kv_channels).to(runner.device, runner.dtype)
+        self.q_TNH = torch.randn(case.batch, runner.heads, self.shape.head_dim).to(runner.device, runner.dtype)
 
-        def attend() -> None:
-            plan = runner.backend.plan(batch, **heads, dtype=runner.dtype, device=runner.device)
-            for layer in range(config.num_layers):
-                runner.backend.attend(q_TNH, *runner.pool.layer(layer), plan, scale=config.kv_channels**-0.5)
-
-        return attend
+    def attend(self) -> None:
+        """Plan, and the partial attention of every layer over the own shard."""
+        runner, head_dim = self.runner, self.shape.head_dim
+        plan = runner.backend.plan(
+            self.attention_batch,
+            heads=runner.heads,
+            kv_heads=runner.kv_heads,
+            head_dim=head_dim,
+            dtype=runner.dtype,
+            device=runner.device,
+        )
+        for layer in range(self.shape.layers):
+            runner.backend.attend(self.q_TNH, *runner.pool.layer(layer), plan, scale=head_dim**-0.5)
 
     def step(self) -> Tensor:
         return self.runner.step(self.batch)
@@ -232,4 +240,4 @@ class Ours(Contender):
         self.traffic = self.metrics.collectives
 
     def release(self) -> None:
-        del self.runner, self.attend
+        del self.runner

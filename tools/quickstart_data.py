@@ -1,99 +1,30 @@
-"""Text, facts and questions for the quickstart model: procedural, seeded, without torch.
+"""Tokenizer and training documents of the quickstart model: procedural, seeded, without torch.
 
-A document is prose with *facts* hidden in it, followed by *questions* whose answers are those facts:
-
-    fact      The pass word of the Silver Heron is copper lantern thistle.
-    question  What is the pass word of the Silver Heron? The pass word of the Silver Heron is
-    answer    copper lantern thistle.
-
-A fifth of all ship names is kept for evaluation and is never the subject of a fact in training.
+A document is prose with facts hidden in it (`examples/quickstart/hidden_facts.py`), followed by questions whose answers
+are those facts.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-END_OF_TEXT = "<|endoftext|>"
-HELD_OUT_EVERY = 5
-VALUE_WORDS = 3
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "quickstart"))
+from hidden_facts import ADJECTIVES, NOUNS, VALUES, Fact, draw_facts, split_sentences  # noqa: E402
 
-ADJECTIVES = (
-    "Amber Ancient Black Blue Brave Bright Broken Bronze Calm Crimson Distant Early Eastern Faithful Gentle Golden "
-    "Green Grey Hidden Hollow Humble Iron Ivory Jolly Lonely Lucky Merry Misty Noble Northern Patient Pearl Proud "
-    "Quiet Rapid Red Restless Royal Scarlet Silent Silver Southern Stormy Swift Velvet Wandering White Winter"
-).split()
-NOUNS = (
-    "Albatross Anchor Arrow Badger Bell Bishop Castle Comet Crane Crown Dolphin Dove Dragon Eagle Falcon Fox Gull "
-    "Harp Hawk Heron Horse Hunter Lantern Lark Lion Maiden Meadow Mermaid Otter Owl Petrel Pilgrim Raven Robin Rose "
-    "Salmon Seal Shepherd Sparrow Star Swallow Swan Thistle Tiger Turtle Whale Widow Wolf"
-).split()
-VALUES = (
-    "acorn almond anvil apple apron basil basket beetle biscuit blanket bottle bramble bucket butter button cabbage "
-    "candle canvas carpet carrot cedar cello cherry chestnut clover cobalt cocoa copper coral cotton cradle cricket "
-    "daisy feather fennel fiddle garlic ginger goblet hammer hazel honey indigo ivy jasmine juniper kettle ladder "
-    "lemon lilac linen lobster magnet mango maple marble medal mirror mustard needle nettle nutmeg olive onion orchid "
-    "oyster paddle parsley pebble pepper pickle pigeon plum poppy puppet quartz quill raisin ribbon saddle "
-    "saffron scissors sickle spindle spoon sugar teapot thimble timber tulip turnip violet walnut whistle willow zebra"
-).split()
+END_OF_TEXT = "<|endoftext|>"
 
 _PLACES = "the harbour,the quay,the market,the old mill,the lighthouse,the chapel,the north wall,the inn".split(",")
 _PEOPLE = "the miller,the pilot,the clerk,the baker,the widow,the rope maker,the keeper,a child,the priest".split(",")
 _VERBS = "walked to,looked at,came back from,spoke about,waited near,ran past,dreamed of,went round".split(",")
 _TIMES = "At dawn,In the evening,Before the rain,After the fair,That winter,On the third day,Long ago".split(",")
 _CARGO = "salt,wool,tar,herring,grain,oil,stone,wine,paper,coal".split(",")
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One ship and its pass word."""
-
-    key: str
-    value: str
-
-    @property
-    def stem(self) -> str:
-        """The words right before the value, the same in the fact and in the question."""
-        return f"pass word of the {self.key} is"
-
-    @property
-    def sentence(self) -> str:
-        return f"The {self.stem} {self.value}."
-
-    @property
-    def question(self) -> str:
-        """The prompt that the answer `" " + value + "."` continues."""
-        return f"What is the pass word of the {self.key}? The {self.stem}"
-
-
-@dataclass(frozen=True)
-class Question:
-    """A prompt to append to a context, the text that must follow, and where its fact lies (0 start, 1 end)."""
-
-    prompt: str
-    answer: str
-    depth: float
-
-
-def is_held_out(adjective: int, noun: int) -> bool:
-    """Whether the ship with these word indices is kept for evaluation."""
-    return (adjective + noun) % HELD_OUT_EVERY == 0
-
-
-def draw_facts(rng: random.Random, count: int, held_out: bool) -> list[Fact]:
-    """`count` facts on different ships, all from the evaluation names or all from the training names."""
-    keys: dict[str, None] = {}
-    while len(keys) < count:
-        adjective, noun = rng.randrange(len(ADJECTIVES)), rng.randrange(len(NOUNS))
-        if is_held_out(adjective, noun) == held_out:
-            keys[f"{ADJECTIVES[adjective]} {NOUNS[noun]}"] = None
-    return [Fact(key, " ".join(rng.sample(VALUES, VALUE_WORDS))) for key in keys]
 
 
 def template_sentence(rng: random.Random) -> str:
@@ -115,11 +46,6 @@ def shuffled_sentence(rng: random.Random, sentences: list[str]) -> str:
     words = rng.choice(sentences).rstrip(".").split()
     rng.shuffle(words)
     return " ".join(words) + "."
-
-
-def split_sentences(text: str) -> list[str]:
-    """The sentences of a prose text, paragraph breaks dropped."""
-    return [part.strip() for part in re.split(r"(?<=[.!?])\s+", text) if part.strip()]
 
 
 def train_tokenizer(haystack: str, vocab_size: int, seed: int) -> Tokenizer:
@@ -237,51 +163,3 @@ class DocumentSampler:
             ids += piece
             weights += [weight] * len(piece)
         return Sample(ids, weights)
-
-
-def evaluation_prompt(
-    seed: int,
-    count_tokens: Callable[[str], int],
-    context_length: int,
-    haystack: str,
-    depths: list[float],
-) -> tuple[str, list[Question]]:
-    """A context of about `context_length` tokens cut from the haystack, and one question per depth.
-
-    The facts are on names never used in training, with random values. Depth 0 puts a fact before the first
-    sentence, depth 1 after the last. The questions come in random order.
-    """
-    rng = random.Random(seed)
-    facts = draw_facts(rng, len(depths), held_out=True)
-    budget = context_length - sum(count_tokens(" " + fact.sentence) for fact in facts)
-    paragraphs, used = [], 0
-    for paragraph in haystack.strip().split("\n\n"):
-        kept = []
-        for sentence in split_sentences(paragraph):
-            used += count_tokens(" " + sentence)
-            if used > budget:
-                break
-            kept.append(sentence)
-        paragraphs.append(kept)
-    total = sum(map(len, paragraphs))
-    placed = sorted(zip([round(depth * total) for depth in depths], facts, strict=True), key=lambda item: item[0])
-    text = _insert(paragraphs, placed)
-    questions = [Question(fact.question, f" {fact.value}.", depth) for depth, fact in zip(depths, facts, strict=True)]
-    rng.shuffle(questions)
-    return text, questions
-
-
-def _insert(paragraphs: list[list[str]], placed: list[tuple[int, Fact]]) -> str:
-    """The text with every fact before the sentence of its index (after the last one, for an index past it)."""
-    pending, index, lines = list(placed), 0, []
-    for paragraph in paragraphs:
-        line = []
-        for sentence in paragraph:
-            while pending and pending[0][0] <= index:
-                line.append(pending.pop(0)[1].sentence)
-            line.append(sentence)
-            index += 1
-        if line:
-            lines.append(line)
-    lines[-1] += [fact.sentence for _, fact in pending]
-    return "\n\n".join(" ".join(line) for line in lines)

@@ -4,51 +4,52 @@ The model learns one skill, to give back a fact that stands anywhere in a long t
 
     python tools/train_quickstart_model.py --output build/quickstart
 
-Every stage is seeded by itself, and a run that was stopped goes on from its last snapshot in `<output>/work`.
+Every stage is seeded by itself, and a run that was stopped goes on from its last finished stage.
 Tensor names: `B` batch, `S` sequence, `N` query heads, `K` KV heads, `H` head dim.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import json
 import math
+import shutil
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+import warnings
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import random as tensor_parallel_random
-from megatron.core.transformer import TransformerConfig
-from quickstart_data import DocumentSampler, Question, evaluation_prompt, save_tokenizer, train_tokenizer
-from tokenizers import Tokenizer
+warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.jit")  # Megatron lists every package it misses
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa: E402
+from quickstart_data import DocumentSampler, save_tokenizer, train_tokenizer  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from megatron_dcp import ModelConfig, parallel_state  # noqa: E402
+from megatron_dcp._cpu import megatron_on_cpu  # noqa: E402
+from megatron_dcp._mcore import build_model, local_layer_spec  # noqa: E402
+from megatron_dcp.checkpoint import save_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 HAYSTACK = ROOT / "examples" / "quickstart" / "haystack.txt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The model, in Megatron's own argument names."""
-
-    num_layers: int = 3
-    hidden_size: int = 128
-    ffn_hidden_size: int = 256
-    num_attention_heads: int = 4
-    num_query_groups: int = 2
-    kv_channels: int = 64
-    vocab_size: int = 1280
-    max_sequence_length: int = 5376
-    rotary_base: int = 1_000_000
-    layernorm_epsilon: float = 1e-5
+SHAPE = ModelConfig(
+    num_layers=3,
+    hidden_size=128,
+    ffn_hidden_size=256,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=64,
+    vocab_size=1280,
+    padded_vocab_size=1280,
+    max_position_embeddings=5376,
+    rotary_base=1_000_000.0,  # its slow dimensions compare content over thousands of positions
+    eos_token_ids=(0,),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +78,7 @@ STAGES = (
 class CpuCoreAttention(torch.nn.Module):
     """Causal core attention in place of Megatron's cuda-bound one; in bf16 while training, for speed."""
 
-    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+    def __init__(self, config: Any, **_: Any) -> None:
         super().__init__()
         self.scale = config.kv_channels**-0.5
 
@@ -100,57 +101,12 @@ class CpuCoreAttention(torch.nn.Module):
         return out_BNSH.permute(2, 0, 1, 3).flatten(2).to(query.dtype)
 
 
-@contextlib.contextmanager
-def megatron_on_cpu() -> Iterator[None]:
-    """One gloo rank with Megatron's groups; `torch.cuda.current_device` names the CPU inside."""
-    current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    try:
-        yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-        torch.cuda.current_device = current_device
-
-
-def build_model(shape: Shape) -> GPTModel:
-    """The GPT model in fp32 on the CPU, from Megatron's local layer spec."""
-    config = TransformerConfig(
-        num_layers=shape.num_layers,
-        hidden_size=shape.hidden_size,
-        ffn_hidden_size=shape.ffn_hidden_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_query_groups=shape.num_query_groups,
-        kv_channels=shape.kv_channels,
-        layernorm_epsilon=shape.layernorm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        use_cpu_initialization=True,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        gradient_accumulation_fusion=False,
-        sequence_parallel=False,
-    )
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+def make_model() -> GPTModel:
+    """A new model in fp32, of Megatron's local layers with the core attention above."""
+    spec = local_layer_spec(SHAPE)
     spec.submodules.self_attention.submodules.core_attention = CpuCoreAttention
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.max_sequence_length,
-        position_embedding_type="rope",
-        rotary_base=shape.rotary_base,
-        share_embeddings_and_output_weights=True,
-    )
+    groups = parallel_state.get_process_group_collection()
+    return build_model(SHAPE, groups, layer_spec=spec, perform_initialization=True).train()
 
 
 # Channels that carry a token's identity from one position to another: the slow rotary ones of a head of 64.
@@ -158,7 +114,7 @@ HASH = 24
 
 
 @torch.no_grad()
-def initialise(model: GPTModel, shape: Shape) -> None:
+def initialise(model: GPTModel, shape: ModelConfig) -> None:
     """Start from a rough induction circuit, in the spirit of mimetic initialisation (Trockman and Kolter, 2023).
 
     Embeddings begin in a subspace of their own. The heads of layer 0 look one, two and three tokens back and write a
@@ -176,7 +132,7 @@ def initialise(model: GPTModel, shape: Shape) -> None:
     _match_and_copy(model.decoder.layers[1].self_attention, shape, token_hash, back)
 
 
-def _split(attention: Any, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
+def _split(attention: Any, shape: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the weights: QKV as `[K, queries per group + 2, H, hidden]`, projection as `[hidden, N, H]`."""
     per_group = shape.num_attention_heads // shape.num_query_groups
     qkv = attention.linear_qkv.weight.view(shape.num_query_groups, per_group + 2, shape.kv_channels, shape.hidden_size)
@@ -184,7 +140,7 @@ def _split(attention: Any, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _look_back(
-    attention: Any, shape: Shape, token_hash: torch.Tensor, back: torch.Tensor, constant: torch.Tensor
+    attention: Any, shape: ModelConfig, token_hash: torch.Tensor, back: torch.Tensor, constant: torch.Tensor
 ) -> None:
     """Heads 0 to 2 attend to 1 to 3 tokens back: a fixed key, a query turned back in phase."""
     qkv, proj = _split(attention, shape)
@@ -202,7 +158,7 @@ def _look_back(
         proj[:, head, :HASH] = back[:, head] * 0.03
 
 
-def _match_and_copy(attention: Any, shape: Shape, token_hash: torch.Tensor, back: torch.Tensor) -> None:
+def _match_and_copy(attention: Any, shape: ModelConfig, token_hash: torch.Tensor, back: torch.Tensor) -> None:
     """Every head compares (this token, one back, two back) with (one back, two back, three back), and copies."""
     qkv, proj = _split(attention, shape)
     half = shape.kv_channels // 2
@@ -313,15 +269,14 @@ def run_stage(
             )
 
 
-def train(args: argparse.Namespace, shape: Shape, tokenizer: Tokenizer, haystack: str) -> GPTModel:
-    """Run every stage that has no snapshot in `<output>/work` yet; at most `args.steps` steps of each."""
-    work = args.output / "work"
-    work.mkdir(parents=True, exist_ok=True)
+def train(args: argparse.Namespace, shape: ModelConfig, tokenizer: Tokenizer, haystack: str) -> GPTModel:
+    """Run every stage that has no snapshot in `args.work` yet; at most `args.steps` steps of each."""
+    args.work.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.seed)
-    model = build_model(shape)
+    model = make_model()
     initialise(model, shape)
     for index, stage in enumerate(STAGES):
-        snapshot = work / f"stage-{index}.pt"
+        snapshot = args.work / f"stage-{index}.pt"
         if snapshot.exists():
             model.load_state_dict(torch.load(snapshot))
             print(f"stage {index} loaded from {snapshot}", flush=True)
@@ -332,56 +287,22 @@ def train(args: argparse.Namespace, shape: Shape, tokenizer: Tokenizer, haystack
     return model
 
 
-# --- Evaluation
-
-
-@torch.no_grad()
-def retrieval(model: GPTModel, tokenizer: Tokenizer, context: str, questions: list[Question]) -> list[bool]:
-    """Whether the greedy answer to each question is exact, the questions being asked one after another."""
-    ids = tokenizer.encode(context).ids
-    spans = []
-    for question in questions:
-        ids += tokenizer.encode("\n\n" + question.prompt).ids
-        answer = tokenizer.encode(question.answer).ids
-        spans.append((len(ids), answer))
-        ids += answer
-    ids_BS = torch.tensor([ids])
-    model.eval()
-    best = model(ids_BS, torch.arange(len(ids)).unsqueeze(0), None)[0].argmax(-1).tolist()
-    model.train()
-    return [best[start - 1 : start - 1 + len(answer)] == answer for start, answer in spans]
-
-
-def evaluate(
-    model: GPTModel, tokenizer: Tokenizer, haystack: str, length: int, samples: int, seed: int
-) -> dict[str, Any]:
-    """Exact-match rate at depths 0, 0.1, ... 1 of the haystack, on ships never named in a training fact."""
-    depths = [step / 10 for step in range(11)]
-    found: dict[float, list[bool]] = {depth: [] for depth in depths}
-    for sample in range(samples):
-        context, questions = evaluation_prompt(
-            seed + sample, lambda text: len(tokenizer.encode(text).ids), length, haystack, depths
-        )
-        for question, right in zip(questions, retrieval(model, tokenizer, context, questions), strict=True):
-            found[question.depth].append(right)
-    rates = {f"{depth:.1f}": sum(hits) / len(hits) for depth, hits in found.items()}
-    return {"context_tokens": len(tokenizer.encode(context).ids), "samples_per_depth": samples, "exact_match": rates}
-
-
 # --- Command line
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="directory for weights, shape, tokenizer")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="directory of the checkpoint to write")
+    parser.add_argument("--work", type=Path, help="directory of snapshots (default: the output's name with .work)")
     parser.add_argument("--steps", type=int, help="at most so many steps in each stage, for a trial (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--log-every", type=int, default=10, help="steps between progress lines (default: 10)")
-    parser.add_argument("--eval", action="store_true", help="only evaluate the weights in --output")
-    parser.add_argument("--samples", type=int, default=20, help="evaluation contexts (default: 20)")
-    parser.add_argument("--context", type=int, default=5000, help="evaluation context in tokens")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.work = args.work or args.output.with_suffix(".work")
+    if args.output.exists():
+        parser.error(f"--output {args.output} exists; name a new directory")
+    return args
 
 
 def keep_freed_memory() -> None:
@@ -392,26 +313,25 @@ def keep_freed_memory() -> None:
         mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def main() -> None:
+def main() -> int:
     args = parse_args()
     keep_freed_memory()
     torch.set_num_threads(args.threads)
-    shape, haystack = Shape(), HAYSTACK.read_text()
-    tokenizer = train_tokenizer(haystack, shape.vocab_size, seed=0)
+    haystack = HAYSTACK.read_text()
+    tokenizer = train_tokenizer(haystack, SHAPE.vocab_size, seed=0)
+    parallel_state.initialize_distributed()
+    parallel_state.initialize_model_parallel()
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    torch.set_float32_matmul_precision("medium")
     with megatron_on_cpu():
-        if args.eval:
-            model = build_model(shape)
-            model.load_state_dict(torch.load(args.output / "model.pt"), strict=False)
-        else:
-            torch.set_float32_matmul_precision("medium")
-            model = train(args, shape, tokenizer, haystack)
-            torch.set_float32_matmul_precision("highest")
-            save_tokenizer(tokenizer, args.output, shape.max_sequence_length)
-            weights = {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-            torch.save(weights, args.output / "model.pt")
-            (args.output / "shape.json").write_text(json.dumps(asdict(shape), indent=2) + "\n")
-        print(json.dumps(evaluate(model, tokenizer, haystack, args.context, args.samples, seed=1)))
+        model = train(args, SHAPE, tokenizer, haystack)
+    save_tokenizer(tokenizer, args.work / "tokenizer", SHAPE.max_position_embeddings)
+    steps = sum(stage.steps for stage in STAGES)
+    save_model(model, SHAPE, args.output, iteration=steps, tokenizer_dir=args.work / "tokenizer")
+    shutil.rmtree(args.work)
+    print(f"wrote {args.output}; evaluate it with tools/eval_quickstart_model.py", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -86,16 +86,20 @@ def sharded(args: argparse.Namespace) -> tuple[Run, list[Question], str]:
     """All four ranks together: tp 2 x dcp 2."""
     llm = LLM(args.checkpoint, tensor_model_parallel_size=2, decode_context_parallel_size=2, cache=CACHE)
     text, questions = hide_facts(
-        args.seed, lambda t: len(llm.tokenizer.encode(t)), args.tokens, (HERE / "haystack.txt").read_text(), args.facts
+        (HERE / "haystack.txt").read_text(),
+        seed=args.seed,
+        count_tokens=lambda part: len(llm.tokenizer.encode(part)),
+        tokens=args.tokens,
+        depths=[number / max(1, args.facts - 1) for number in range(args.facts)],
     )
     count = len(llm.tokenizer.encode(text))
-    say(f"\nA text of {count:,} tokens with {len(questions)} facts hidden in it; tp 2 x dcp 2, on {dist.get_world_size()} ranks\n")
+    say(f"\nA text of {count:,} tokens with {len(questions)} facts hidden in it; 4 ranks, tp 2 x dcp 2\n")
     run = ask(llm, text, questions, say)
     right = sum(is_right(llm, tokens, question) for tokens, question in zip(run.answers, questions, strict=True))
     decoded = sum(len(answer) - 1 for answer in run.answers)
     say(
-        f"\n  {right} of {len(questions)} facts came back right; {run.prompt_tokens / run.prefill_s:,.0f} prompt tokens/s, "
-        f"{decoded / run.decode_s:,.1f} decoded tokens/s"
+        f"\n  {right} of {len(questions)} facts came back right; "
+        f"{run.prompt_tokens / run.prefill_s:,.0f} prompt tokens/s, {decoded / run.decode_s:,.1f} decoded tokens/s"
     )
     return run, questions, text
 

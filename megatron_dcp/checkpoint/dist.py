@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +190,10 @@ class _Reader(FileSystemReader):
         out = torch.empty(sizes, dtype=stored.properties.dtype)
         try:
             self.read_data(LoadPlan(items), _IntoBox(out)).wait()  # type: ignore[arg-type]
-        except (RuntimeError, EOFError, OSError, AssertionError) as error:
-            raise ValueError(f"{key} cannot be read from {self._directory}: {error}") from error
+        except (RuntimeError, EOFError, OSError, AssertionError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{key} cannot be read from {self._directory}, its bytes are damaged: {str(error).splitlines()[0]}"
+            ) from error
         return out
 
 

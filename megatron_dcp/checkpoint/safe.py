@@ -11,6 +11,7 @@ import argparse
 import io
 import pathlib
 import pickle
+import re
 import signal
 import types
 from pathlib import Path
@@ -69,8 +70,9 @@ def load_torch(path: Path, *, content: bytes | None = None, mmap: bool = False) 
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the checkpoint is incomplete") from error
     except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "Weights only" in str(error):
-            raise ValueError(_refusal(path, [str(error).split("\n")[0][:200]])) from error
+        named = re.search(r"(?:GLOBAL|Unsupported class|[Uu]nsupported global:?) ([\w.]+)", str(error))
+        if named:  # a file from before torch 1.6
+            raise ValueError(_refusal(path, [named[1]])) from error
         raise ValueError(f"{path} is truncated or not a torch file: {_first_line(error)}") from error
     except (RuntimeError, EOFError, KeyError, AttributeError, IndexError, OSError) as error:
         raise ValueError(f"{path} is truncated or not a torch file: {_first_line(error)}") from error

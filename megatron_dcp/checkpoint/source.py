@@ -93,8 +93,8 @@ def check_tensors(
             f"{where} holds {_list(extra)}, which its own configuration has no place for: the model has parts "
             "that are not supported, or its configuration belongs to another model"
         )
-    for name, shape in found.items():
-        rows = (min_rows or {}).get(name)
+    for name in expected:
+        shape, rows = found[name], (min_rows or {}).get(name)
         if rows is not None and shape[1:] == expected[name][1:] and shape[0] >= rows:
             continue
         if tuple(shape) != tuple(expected[name]):
