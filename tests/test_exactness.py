@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from megatron_models import forced_logits, single_rank_groups, training_logits
-from models import FAMILIES, hf_model, tiny_model
-from workers import run_on_ranks
 
 from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, load_model
 from megatron_dcp import parallel_state as dcp
+from models import FAMILIES, hf_model, tiny_model
+from workers import run_on_ranks
 
 BLOCK, DECODE, VOCAB = 8, 48, 100
 TOLERANCE = 1e-4
@@ -34,7 +34,7 @@ def prompts_for(dcp_size: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in sorted(lens)]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference(family: str, kv_heads: int, dcp_size: int, dtype: str = "float32") -> tuple[list[list[int]], list[Any]]:
     """What ``transformers`` says: greedy tokens after each prompt, and the logits that chose them."""
     model = hf_model(tiny_model(family, kv_heads=kv_heads)).to(getattr(torch, dtype))

@@ -263,7 +263,7 @@ def _cells(row: Row) -> dict[str, str]:
         "attn x floor": show("attention_ratio_to_floor", ".2f"),
         "KV GB/s": show("attention_kv_gb_s" if "attention_kv_gb_s" in row else "kv_gb_s", ".1f"),
         "of GB/s": show("bandwidth_gb_s", ".1f"),
-        "coll./step": show("collectives_per_step", "d") if "collectives_per_step" in row else "-",
+        "coll./step": show("collectives_per_step", ".0f"),
         "sent B/token": show("sent_bytes_per_token", ".0f"),
         "KV MiB/rank": show("kv_bytes_per_rank", ".2f", 2**20),
         "x total/dcp": show("kv_ratio_to_total_over_dcp", ".3f"),

@@ -9,19 +9,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.jit")  # Megatron lists every package it misses
+import torch.distributed as dist
+from hidden_facts import Question, hide_facts
+from megatron.core import parallel_state as mpu
 
-import torch.distributed as dist  # noqa: E402
-from hidden_facts import Question, hide_facts  # noqa: E402
-from megatron.core import parallel_state as mpu  # noqa: E402
-
-from megatron_dcp import LLM, CacheConfig, SamplingParams  # noqa: E402
-from megatron_dcp import parallel_state as dcp  # noqa: E402
+from megatron_dcp import LLM, CacheConfig, SamplingParams
+from megatron_dcp import parallel_state as dcp
 
 HERE = Path(__file__).parent
 CACHE = CacheConfig(block_size=32)

@@ -83,7 +83,7 @@ class ModelRunner:
         max_sequence_length: int,
         metrics: Metrics | None = None,
     ) -> None:
-        self.model = enable_dcp(model)
+        self.model: Any = enable_dcp(model)
         self.groups = groups
         self.vocab_size = vocab_size
         self.metrics = metrics
@@ -190,7 +190,7 @@ class ModelRunner:
 def _make_pool(
     cache: CacheConfig, num_layers: int, kv_heads: int, head_dim: int, backend: Any, parameter: Tensor
 ) -> KVPool:
-    shape = dict(
+    shape: dict[str, Any] = dict(
         num_layers=num_layers,
         block_size=cache.block_size,
         num_kv_heads=kv_heads,

@@ -29,7 +29,7 @@ def dcp_layer_spec(spec: Any) -> Any:
     spec = copy.deepcopy(spec)
     for layer in getattr(spec, "layer_specs", None) or [spec]:
         attention = getattr(getattr(layer, "submodules", None), "self_attention", None)
-        module = getattr(attention, "module", None)
+        module: Any = getattr(attention, "module", None)
         if attention is None or (module not in _DCP_CLASS and module not in _DCP_CLASS.values()):
             raise ValueError(
                 f"self_attention={module!r} has no DCP form; use a layer spec whose self-attention is one of "
@@ -39,7 +39,7 @@ def dcp_layer_spec(spec: Any) -> Any:
     return spec
 
 
-def enable_dcp(model: torch.nn.Module) -> torch.nn.Module:
+def enable_dcp(model: torch.nn.Module) -> Any:
     """Give an existing GPT model a decode path over a sharded KV cache. In place; parameters are shared.
 
     No weight is copied, no name in the state dict changes and the training forward stays Megatron's own, so that
@@ -68,7 +68,7 @@ def enable_dcp(model: torch.nn.Module) -> torch.nn.Module:
     return gpt
 
 
-def unwrap(model: torch.nn.Module) -> Any:
+def unwrap(model: Any) -> Any:
     """The ``GPTModel`` inside data-parallel and precision wrappers."""
     while not hasattr(model, "decoder"):
         if not hasattr(model, "module"):
