@@ -73,6 +73,13 @@ def config_from_args(args: Any, where: str) -> ModelConfig:
         raise ValueError(f"the args in {where} lack {', '.join(missing)}, without which the model's shape is not known")
     _check_positions(values, where)
 
+    try:
+        return _config(values)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"the args in {where} describe no model that can be built: {error}") from error
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
     heads = values["num_attention_heads"]
     gated = bool(values.get("swiglu"))
     ffn = values.get("ffn_hidden_size")

@@ -102,8 +102,8 @@ class DistSource(Source):
         return list(size if self._stored[name].layer is None else size[1:])
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
-        shapes = [self._part_shape(name, key) for key in self._stored[name].keys]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        first, *others = [self._part_shape(name, key) for key in self._stored[name].keys]
+        return tuple(first) if not others else (first[0] + sum(shape[0] for shape in others), *first[1:])
 
     def _read_box(self, key: str, layer: int | None, offsets: list[int], sizes: list[int]) -> Tensor:
         if layer is None:

@@ -57,33 +57,33 @@ def config_from_hf(
         raise ValueError(f"{where} lacks {', '.join(missing)}, without which the model's shape is not known")
     _check_supported(values, family, where)
     theta, scaling = _rope(values, where)
-    heads = values["num_attention_heads"]
     eos = (generation or {}).get("eos_token_id", values.get("eos_token_id"))
-    config = ModelConfig(
-        num_layers=values["num_hidden_layers"],
-        hidden_size=values["hidden_size"],
-        ffn_hidden_size=values["intermediate_size"],
-        num_attention_heads=heads,
-        num_query_groups=values.get("num_key_value_heads", heads),
-        kv_channels=values.get("head_dim", values["hidden_size"] // heads),
-        vocab_size=values["vocab_size"],
-        padded_vocab_size=padded_vocab_size(values["vocab_size"]),
-        max_position_embeddings=values["max_position_embeddings"],
-        normalization="RMSNorm",
-        norm_epsilon=values["rms_norm_eps"],
-        swiglu=True,
-        add_qkv_bias=family.qkv_bias,
-        add_bias_linear=False,
-        qk_layernorm=family.qk_norm,
-        rotary_base=theta,
-        rope_scaling=scaling,
-        untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
-        eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
-    )
     try:
-        inverse_frequencies(config)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        heads = values["num_attention_heads"]
+        config = ModelConfig(
+            num_layers=values["num_hidden_layers"],
+            hidden_size=values["hidden_size"],
+            ffn_hidden_size=values["intermediate_size"],
+            num_attention_heads=heads,
+            num_query_groups=values.get("num_key_value_heads", heads),
+            kv_channels=values.get("head_dim", values["hidden_size"] // heads),
+            vocab_size=values["vocab_size"],
+            padded_vocab_size=padded_vocab_size(values["vocab_size"]),
+            max_position_embeddings=values["max_position_embeddings"],
+            normalization="RMSNorm",
+            norm_epsilon=values["rms_norm_eps"],
+            swiglu=True,
+            add_qkv_bias=family.qkv_bias,
+            add_bias_linear=False,
+            qk_layernorm=family.qk_norm,
+            rotary_base=theta,
+            rope_scaling=scaling,
+            untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
+            eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+        )
+        inverse_frequencies(config)  # knows which scalings there are
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{where} describes no model that can be built: {error}") from error
     return config, family
 
 

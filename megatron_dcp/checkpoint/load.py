@@ -98,7 +98,7 @@ def load_model(
         if source.config.padded_vocab_size % tp:
             source.repad(padded_vocab_size(source.config.vocab_size, tp))
         source.config.check_tensor_parallel(tp)
-    except (ValueError, OSError) as caught:
+    except Exception as caught:  # whatever it is: the other ranks wait
         error = caught
     agree(error, group)
     assert source is not None
@@ -108,7 +108,7 @@ def load_model(
     model = build_model(source.config, pg_collection, dtype=dtype, device=device, **build)
     try:
         _fill(model, source, tp, rank)
-    except (ValueError, OSError, RuntimeError) as caught:
+    except Exception as caught:
         error = caught
     agree(error, group)
     return model, source.config

@@ -43,9 +43,11 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return parse
 
 
-def new_parser(commands: argparse._SubParsersAction, name: str, summary: str, details: str, example: str):
+def new_parser(
+    commands: argparse._SubParsersAction, name: str, summary: str, details: str, example: str
+) -> argparse.ArgumentParser:
     """A command's parser with its example in ``--help``."""
-    return commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
         description=f"{summary} {details}".strip(),
@@ -53,6 +55,7 @@ def new_parser(commands: argparse._SubParsersAction, name: str, summary: str, de
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    return parser
 
 
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:

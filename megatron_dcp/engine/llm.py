@@ -40,7 +40,7 @@ class Token(NamedTuple):
             tokenizer.
     """
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of a token
     token_id: int
     text: str
 

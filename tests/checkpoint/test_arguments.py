@@ -92,6 +92,8 @@ def test_rope_scaling_of_megatron() -> None:
         ({"squared_relu": True, "swiglu": False}, "squared_relu=True"),
         ({"padded_vocab_size": None}, "lack padded_vocab_size"),
         ({"num_layers": None, "hidden_size": None}, "lack num_layers, hidden_size"),
+        ({"num_layers": "4"}, "args in common.pt describe no model.*num_layers='4'"),
+        ({"num_attention_heads": "8", "kv_channels": None}, "args in common.pt describe no model"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], message: str) -> None:

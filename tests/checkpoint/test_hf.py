@@ -95,7 +95,9 @@ def test_end_tokens_of_the_generation_config_come_first() -> None:
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "differ from layer to layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"num_key_value_heads": 3}, "num_query_groups=3 does not divide"),
+        ({"num_key_value_heads": 3}, "config.json describes no model.*num_query_groups=3 does not divide"),
+        ({"hidden_size": "32"}, "config.json describes no model"),
+        ({"num_hidden_layers": 0}, "num_layers=0"),
     ],
 )
 def test_unsupported_configurations_are_named(changes: dict[str, Any], message: str) -> None:

@@ -92,6 +92,17 @@ def test_missing_and_extra_tensors(dist: Path) -> None:
     assert open_source(dist).config == read_config(tiny_model("qwen3"))
 
 
+def test_scalar_that_nobody_knows(dist: Path) -> None:
+    def add_scale(metadata: Any) -> None:
+        stored = metadata.state_dict_metadata["decoder.final_layernorm.weight"]
+        scalar = type(stored)(properties=stored.properties, size=torch.Size([]), chunks=[])
+        metadata.state_dict_metadata["decoder.final_layernorm.scale"] = scalar
+
+    edit_metadata(dist, add_scale)
+    with pytest.raises(ValueError, match=r"holds decoder\.final_layernorm\.scale"):
+        open_source(dist)
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
