@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_dcp.comm.exchange import Exchanged, all_reduce_sum, gather_heads
 from megatron_dcp.layers.context import DCPContext
+from megatron_dcp.layers.linear import product
 
 
 class DCPSelfAttention(SelfAttention):
@@ -46,8 +47,6 @@ class DCPSelfAttention(SelfAttention):
             return super().forward(hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs)
         ctx = inference_context
         q_TNH, k_TKH, v_TKH = self._project(hidden_states, ctx)
-        if not _skips_rope(self):
-            q_TNH, k_TKH = ctx.rotate(q_TNH), ctx.rotate(k_TKH)
         ctx.write(self.layer_number, k_TKH, v_TKH)
         own_heads = q_TNH.shape[1]
         if ctx.groups.dcp_layout == "within_tp":
@@ -57,35 +56,42 @@ class DCPSelfAttention(SelfAttention):
         return self._output(merged, own_heads, hidden_states.dtype, ctx)
 
     def _project(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
-        """``q_TNH, k_TKH, v_TKH`` of this rank's heads, normalised where the model says so, not yet rotated."""
-        if self.config.num_query_groups >= self.world_size:
-            q, k, v = self.get_query_key_value_tensors(hidden_states, None)
-            return q.squeeze(1), k.squeeze(1), v.squeeze(1)
-        return self._project_shared_kv_head(hidden_states, ctx)
-
-    def _project_shared_kv_head(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
-        """The case tp > KV heads: Megatron splits the rows of one KV group ``[q … q, k, v]`` over several ranks.
-
-        The rows are gathered over tp; each rank then takes its KV head whole and its share of the query heads.
-        """
+        """``q_TNH, k_TKH, v_TKH`` of this rank's heads: normalised where the model says so, rotated."""
         mixed, _ = self.linear_qkv(hidden_states)
-        per_head = self.hidden_size_per_attention_head
-        tp, groups = self.world_size, self.config.num_query_groups
-        mixed = gather_heads(mixed, self.pg_collection.tp, metrics=ctx.metrics).reshape(mixed.shape[0], groups, -1)
-        rank = self.pg_collection.tp.rank()
-        ranks_per_group = tp // groups
-        q, k, v = mixed[:, rank // ranks_per_group].split(
-            [self.num_attention_heads_per_partition * per_head, per_head, per_head], dim=-1
-        )
-        own = self.num_attention_heads_per_partition // ranks_per_group
-        first = (rank % ranks_per_group) * own
-        q_TNH = q.unflatten(-1, (-1, per_head))[:, first : first + own]
-        k_TKH = k.unsqueeze(1)
-        if self.q_layernorm is not None:
-            q_TNH = self.q_layernorm(q_TNH)
-        if self.k_layernorm is not None:
-            k_TKH = self.k_layernorm(k_TKH)
-        return q_TNH, k_TKH, v.unsqueeze(1)
+        if self.world_size > self.config.num_query_groups:
+            mixed = self._gather_kv_group(mixed, ctx)
+        # Megatron's order of heads: for every KV head its G query heads, the key, the value.
+        heads_TKJH = mixed.reshape(mixed.shape[0], self.num_query_groups_per_partition, -1, self.key_hidden_size)
+        v_TKH = heads_TKJH[:, :, -1]
+        if self.q_layernorm is None and self.k_layernorm is None:
+            turned_TKJH = self._rotate(heads_TKJH.flatten(1, 2), ctx).unflatten(
+                1, heads_TKJH.shape[1:3]
+            )  # q and k in one call
+            q_TNH, k_TKH = turned_TKJH[:, :, :-2].flatten(1, 2), turned_TKJH[:, :, -2]
+        else:
+            q_TNH, k_TKH = heads_TKJH[:, :, :-2].flatten(1, 2), heads_TKJH[:, :, -2]
+            q_TNH = self._rotate(q_TNH if self.q_layernorm is None else self.q_layernorm(q_TNH), ctx)
+            k_TKH = self._rotate(k_TKH if self.k_layernorm is None else self.k_layernorm(k_TKH), ctx)
+        if self.world_size > self.config.num_query_groups:
+            q_TNH = self._own_query_heads(q_TNH)
+        return q_TNH, k_TKH, v_TKH
+
+    def _rotate(self, x_TNH: Tensor, ctx: DCPContext) -> Tensor:
+        return x_TNH if _skips_rope(self) else ctx.rotate(x_TNH)
+
+    def _gather_kv_group(self, mixed: Tensor, ctx: DCPContext) -> Tensor:
+        """``[q … q, k, v]`` of this rank's KV head, where tp > KV heads and Megatron splits these rows over ranks."""
+        mixed = gather_heads(mixed, self.pg_collection.tp, metrics=ctx.metrics)
+        per_group = mixed.reshape(mixed.shape[0], self.config.num_query_groups, -1)
+        ranks_per_group = self.world_size // self.config.num_query_groups
+        return per_group[:, self.pg_collection.tp.rank() // ranks_per_group]
+
+    def _own_query_heads(self, q_TNH: Tensor) -> Tensor:
+        """This rank's share of the query heads of its KV head, where tp > KV heads."""
+        ranks_per_group = self.world_size // self.config.num_query_groups
+        own = q_TNH.shape[1] // ranks_per_group
+        first = (self.pg_collection.tp.rank() % ranks_per_group) * own
+        return q_TNH[:, first : first + own]
 
     def _output(
         self, merged: Exchanged, own_heads: int, dtype: torch.dtype, ctx: DCPContext
@@ -103,7 +109,7 @@ class DCPSelfAttention(SelfAttention):
         # What is here is a share of the sum over tp x dcp: all heads weighted (fold), or a slice of the heads.
         per_head = self.hidden_size_per_attention_head
         columns = self.linear_proj.weight[:, first * per_head : (first + count) * per_head]
-        share = torch.mm(out_TnH.flatten(1), columns.t())
+        share = product(out_TnH.flatten(1), columns)
         share = all_reduce_sum(share, ctx.groups.tp_dcp, metrics=ctx.metrics)
         return share.unsqueeze(1), self.linear_proj.bias
 

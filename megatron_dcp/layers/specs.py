@@ -8,12 +8,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from megatron_dcp.layers.block import DCPTransformerLayer, is_plain
 from megatron_dcp.layers.gqa import DCPSelfAttention
+from megatron_dcp.layers.linear import DCPColumnParallelLinear, DCPRowParallelLinear
 
 _DCP_CLASS: dict[type, type] = {SelfAttention: DCPSelfAttention}
+_SHORT_CLASS: dict[type, type] = {
+    ColumnParallelLinear: DCPColumnParallelLinear,
+    RowParallelLinear: DCPRowParallelLinear,
+}
 
 
 def dcp_layer_spec(spec: Any) -> Any:
@@ -43,7 +51,9 @@ def enable_dcp(model: torch.nn.Module) -> Any:
     """Give an existing GPT model a decode path over a sharded KV cache. In place; parameters are shared.
 
     No weight is copied, no name in the state dict changes and the training forward stays Megatron's own, so that
-    training and generation take turns on one model. Calling it again does nothing.
+    training and generation take turns on one model. Layers and linear modules of Megatron's own classes also get a
+    short way through inference (:mod:`~megatron_dcp.layers.block`, :mod:`~megatron_dcp.layers.linear`). Calling it
+    again does nothing.
 
     Args:
         model: Megatron ``GPTModel``, bare or wrapped (``DistributedDataParallel``, ``Float16Module``, …).
@@ -65,6 +75,10 @@ def enable_dcp(model: torch.nn.Module) -> Any:
             )
     for attention in attentions:
         attention.__class__ = _DCP_CLASS.get(type(attention), type(attention))
+    for module in gpt.modules():
+        if type(module) is TransformerLayer and is_plain(module):
+            module.__class__ = DCPTransformerLayer
+        module.__class__ = _SHORT_CLASS.get(type(module), type(module))
     return gpt
 
 

@@ -143,7 +143,8 @@ def save_common_inside(rank: int, world: int, src: Path, dst: Path) -> None:
     class WithCommon(Layout):
         def sharded_state_dict(self, metadata: Any = None) -> dict[str, Any]:
             state = super().sharded_state_dict(metadata)
-            return {**state, "common_state": ShardedObject("common_state", common, (1,), (0,))}
+            # 0.19 makes the object from what is not sharded, 0.16 takes it as it is.
+            return {**state, **common, "common_state": ShardedObject("common_state", common, (1,), (0,))}
 
     shutil.rmtree(iteration)
     iteration.mkdir()

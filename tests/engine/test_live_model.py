@@ -41,8 +41,10 @@ def greedy_by_forward(model, prompt: list[int], steps: int) -> list[int]:
 def train(rank, world, dcp, generates: bool):
     """Losses of a short training, and what the model said on the way next to what its own forward says."""
     from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     mpu.initialize_model_parallel()  # the training stack's own groups: dp = world
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # a CPU's, which draws nothing
     state = random_state(CONFIG)
     model = whole_model(CONFIG, state).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
@@ -50,12 +52,12 @@ def train(rank, world, dcp, generates: bool):
     if generates:
         llm = LLM(model, decode_context_parallel_size=dcp, cache=CacheConfig(block_size=4), vocab_size=100)
     losses, said = [], []
-    params = SamplingParams(max_tokens=12)
-    for step in range(4):
+    params = SamplingParams(max_tokens=7)
+    for step in range(3):
         losses.append(train_step(model, optimizer, step))
         if llm is not None:
             outputs = llm.generate([[1, 2, 3], [9]], params)
-            said.append([(o.token_ids, greedy_by_forward(model, o.prompt_token_ids, 12)) for o in outputs])
+            said.append([(o.token_ids, greedy_by_forward(model, o.prompt_token_ids, 7)) for o in outputs])
     names = [name for name, _ in model.named_parameters()]
     return losses, said, names
 

@@ -79,9 +79,7 @@ def test_orthogonal_tokens_equal_transformers(tp, dcp):
 )
 def test_within_tp_tokens_equal_transformers(tp, dcp, heads, kv_heads):
     runs = [(1, "a2a", STEPS), (2, "ag_rs", 12), (BLOCK, "all_reduce", 12)]
-    check(
-        "llama", tp, [(sizes(tp, dcp, "within_tp"), *run) for run in runs], heads=heads, kv_heads=kv_heads, head_dim=8
-    )
+    check("llama", tp, [(sizes(tp, dcp, "within_tp"), *run) for run in runs], heads=heads, kv_heads=kv_heads, hidden=72)
 
 
 @pytest.mark.mcore_line
@@ -274,3 +272,21 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_p
     paths = [str(tiny_model("llama")), str(tmp_path / "nowhere")]
     errors = run_on_ranks(2, load_here, paths, expect_errors=True)
     assert all(isinstance(error, ValueError) and "nowhere" in str(error) for error in errors)
+
+
+def replicas(rank, world, path):
+    """Two replicas with prompts of their own: neither waits for the other."""
+    llm = LLM(path)
+    prompts = prompts_of(100, (4,)) if rank else []
+    return [output.token_ids for output in llm.generate(prompts, SamplingParams(max_tokens=5, ignore_eos=True))]
+
+
+def test_replicas_are_independent():
+    path = str(tiny_model("llama"))
+    assert run_on_ranks(2, replicas, path) == [[], run_on_ranks(1, generate_one, path)[0]]
+
+
+def generate_one(rank, world, path):
+    return [
+        o.token_ids for o in LLM(path).generate(prompts_of(100, (4,)), SamplingParams(max_tokens=5, ignore_eos=True))
+    ]

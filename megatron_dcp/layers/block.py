@@ -1,0 +1,48 @@
+"""Megatron's transformer layer with a short way through a decode step.
+
+Shapes: ``T`` tokens, ``h`` hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from megatron_dcp.layers.context import DCPContext
+
+
+class DCPTransformerLayer(TransformerLayer):
+    """``TransformerLayer`` whose forward with a :class:`DCPContext` is the layer's equation and nothing else.
+
+    Megatron's own forward also serves dropout, recomputation, offloading and profiling; without a ``DCPContext`` every
+    call goes there.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        """``[T, 1, h]`` → ``[T, 1, h]``, and Megatron's unused cross-attention context."""
+        ctx = kwargs.get("inference_context")
+        if not isinstance(ctx, DCPContext):
+            return super().forward(*args, **kwargs)
+        x_T1h: Tensor = kwargs["hidden_states"] if not args else args[0]
+        x_T1h = _add(x_T1h, *self.self_attention(self.input_layernorm(x_T1h), None, inference_context=ctx))
+        return _add(x_T1h, *self.mlp(self.pre_mlp_layernorm(x_T1h))), None
+
+
+def is_plain(layer: Any) -> bool:
+    """Whether the layer's equation is norm, attention, add, norm, MLP, add: no cross-attention, no experts."""
+    return (
+        isinstance(layer.cross_attention, IdentityOp)
+        and isinstance(layer.pre_cross_attn_layernorm, IdentityOp)
+        and isinstance(layer.mlp, MLP)
+        and not layer.config.fp32_residual_connection
+        and not layer.config.apply_residual_connection_post_layernorm
+        and not getattr(layer.config, "inference_fuse_tp_communication", False)
+    )
+
+
+def _add(residual: Tensor, out: Tensor, bias: Tensor | None) -> Tensor:
+    return residual + out if bias is None else residual + (out + bias)

@@ -1,0 +1,63 @@
+"""Megatron's parallel linear layers with a short way through inference.
+
+Megatron's own forward serves training: several autograd functions and process-group look-ups around one product. At
+decode, where a layer takes a millisecond, they take longer than everything else in it together. Under
+``torch.inference_mode()`` these classes compute the product and the tensor-parallel sum, and nothing else; anywhere
+else every call goes to Megatron.
+
+Shapes: ``T`` tokens (any leading dimensions), ``I`` inputs, ``O`` outputs of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
+
+# Token counts for which a CPU is up to three times faster when the weight is the left factor (measured, fp32).
+_WEIGHT_FIRST = range(8, 64)
+
+
+def product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+    """``x @ weight.T``, ``[T, O]``, in the form that the device computes fastest."""
+    if x_TI.device.type == "cpu":
+        tokens = math.prod(x_TI.shape[:-1])  # not numel / I: a rank without heads has I = 0
+        if tokens in _WEIGHT_FIRST:
+            out_OT = torch.mm(weight_OI, x_TI.reshape(tokens, x_TI.shape[-1]).t())
+            return out_OT.t().contiguous().view(*x_TI.shape[:-1], weight_OI.shape[0])
+    return F.linear(x_TI, weight_OI)
+
+
+class DCPColumnParallelLinear(ColumnParallelLinear):
+    """``ColumnParallelLinear`` with a short way through inference."""
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """This rank's outputs and, with ``skip_bias_add``, the bias that the caller adds."""
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        if not torch.is_inference_mode_enabled() or self.sequence_parallel or (gather and self.tp_group.size() > 1):
+            return super().forward(input_, weight, runtime_gather_output)
+        out = product(input_, self.weight if weight is None else weight)
+        if self.skip_bias_add or self.bias is None:
+            return out, self.bias
+        return out + self.bias, None
+
+
+class DCPRowParallelLinear(RowParallelLinear):
+    """``RowParallelLinear`` with a short way through inference."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs, summed over the tensor-parallel ranks, and, with ``skip_bias_add``, the caller's bias."""
+        if not torch.is_inference_mode_enabled() or self.sequence_parallel or not self.input_is_parallel:
+            return super().forward(input_)
+        out = product(input_, self.weight)
+        if self.tp_group.size() > 1:
+            out = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
+        if self.skip_bias_add or self.bias is None:
+            return out, self.bias
+        return out + self.bias, None
