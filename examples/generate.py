@@ -29,13 +29,15 @@ def main() -> None:
     for token in llm.stream(args.prompts[0], params):
         if first:
             print(token.text, end="", flush=True)
+    if first:
+        print("\n")
 
     # All prompts as one batch, greedily.
     outputs = llm.generate(args.prompts, SamplingParams(max_tokens=32, logprobs=True))
     if first:
         for output in outputs:
             mean = sum(output.logprobs) / len(output.logprobs)
-            print(f"\n[{output.index}] {output.text!r} ({output.finish_reason}, mean log-probability {mean:.2f})")
+            print(f"[{output.index}] {output.text!r} ({output.finish_reason}, mean log-probability {mean:.2f})")
         print(f"KV cache: {llm.runner.pool.bytes:,} bytes on each rank")
     dist.destroy_process_group()
 

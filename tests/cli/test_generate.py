@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from megatron_dcp import parallel_state
-from megatron_dcp.cli import main
+from megatron_dcp.cli import convert, generate, main
 from models import hf_model, tiny_model
 from workers import run_on_ranks
 
@@ -211,9 +212,25 @@ def test_torchrun(tmp_path):
     check_outputs(lines_of(out), 9)
 
 
+def test_the_example_in_the_help_of_generate_works():
+    words = shlex.split(generate.EXAMPLE.replace("\\\n", " "))
+    assert words[:3] == ["torchrun", "--nproc-per-node", "4"]
+    done = torchrun(*words[3:], ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(done.stdout)["token_ids"]) == 16
+
+
+def test_the_example_in_the_help_of_convert_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    assert main(shlex.split(convert.EXAMPLE)[1:]) == 0
+    assert (tmp_path / "build" / "quickstart-hf" / "model.safetensors").is_file()
+
+
 DIES = """
 import os, signal, sys
-from megatron_dcp.cli import main
+from megatron_dcp.cli import convert, generate, main
 from megatron_dcp.engine.core import Engine
 if os.environ["RANK"] == "1":
     step = Engine.step

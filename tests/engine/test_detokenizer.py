@@ -45,6 +45,13 @@ def test_pieces_make_the_text_and_no_piece_holds_half_a_character(tokenizer, pro
     assert not any("\ufffd" in part for part in parts)
 
 
+@pytest.mark.parametrize("tokenizer", [LEVEL, FALLBACK], ids=["byte_level", "byte_fallback"])
+@pytest.mark.parametrize("text", ["\u00e9" * 120, "0" + "\u20ac" * 80, "\U00010000" * 60, "a\u20ac" * 60])
+def test_long_runs_of_bytes(tokenizer, text):
+    parts = pieces(tokenizer, list(b"x"), list(text.encode()))
+    assert [part for part in parts if part] == list(text)
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.lists(st.sampled_from([0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x41, 0x20]), max_size=200))
 def test_invalid_bytes_come_out_as_the_tokenizer_writes_them(data):

@@ -73,9 +73,15 @@ def test_top_k_keeps_the_lowest_ids_of_equals():
     assert drawn == {1, 2, 3}
 
 
+def test_equals_are_drawn_in_the_order_of_their_ids():
+    params = SamplingParams(temperature=1.0, top_p=0.5)
+    for draw in (0.0, 0.25, 0.9):
+        assert int(choose(torch.zeros(40_000), params, draw)) == pytest.approx(draw * 20_000, abs=1)
+
+
 def test_tiny_temperature_is_greedy_and_finite():
-    logits = torch.tensor([1.0, 2.0, 2.0 - 1e-3, -torch.inf])
-    for temperature in (1e-300, 1e-8):
+    logits = torch.tensor([1.0, 2.0, 2.0 - 1e-3, -torch.inf]) * 1e4
+    for temperature in (1e-306, 1e-8):
         assert int(choose(logits, SamplingParams(temperature=temperature), 0.99)) == 1
 
 
@@ -107,8 +113,8 @@ def test_logprobs_are_those_of_the_unmodified_logits():
 def drawn_by(seed, neighbours: int, steps: int = 20) -> list[int]:
     """Tokens of one seeded request among others that draw too, leave early and come late."""
     sampler = Sampler(Alone())
-    mine = request(0, [1], temperature=1.0, seed=seed)
-    others = [request(1 + i, [1], temperature=1.0, seed=seed) for i in range(neighbours)]
+    mine = request(neighbours, [1], temperature=1.0, seed=seed)
+    others = [request(i, [1], temperature=1.0, seed=seed) for i in range(neighbours)]
     tokens = []
     for step in range(steps):
         present = others[: step % (neighbours + 1)]
