@@ -7,6 +7,7 @@ the groups. Names load on first use: importing the package imports neither torch
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    with warnings.catch_warnings():  # Megatron-Core lists every optional package that it misses, on every rank
+        warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.jit")
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:

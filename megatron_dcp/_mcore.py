@@ -79,7 +79,8 @@ def local_layer_spec(config: ModelConfig) -> ModuleSpec:
     """Layer of Megatron's own modules, without TransformerEngine; attention by Megatron's ``DotProductAttention``."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+    with _quiet_megatron():
+        return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 
 def build_model(

@@ -250,6 +250,7 @@ class ModelConfig:
             heads, groups = self.num_attention_heads, self.num_query_groups
             return (
                 heads % size == 0
+                and (heads + 2 * groups) * self.kv_channels % size == 0
                 and (groups % size == 0 or size % groups == 0)
                 and self.ffn_hidden_size % size == 0
                 and self.padded_vocab_size % size == 0

@@ -90,6 +90,8 @@ def sharded(args: argparse.Namespace) -> tuple[Run, list[Question], str]:
         depths=[number / max(1, args.facts - 1) for number in range(args.facts)],
     )
     count = len(llm.tokenizer.encode(text))
+    if count < 0.9 * args.tokens:
+        say(f"\nThe shipped text ends before {args.tokens:,} tokens; all of it is used.")
     say(f"\nA text of {count:,} tokens with {len(questions)} facts hidden in it; 4 ranks, tp 2 x dcp 2\n")
     run = ask(llm, text, questions, say)
     right = sum(is_right(llm, tokens, question) for tokens, question in zip(run.answers, questions, strict=True))
@@ -120,6 +122,8 @@ def main() -> int:
     parser.add_argument("--facts", type=int, default=8, help="facts to hide")
     parser.add_argument("--seed", type=int, default=7, help="which facts; the model has seen none of them in training")
     args = parser.parse_args()
+    if args.facts < 2:
+        parser.error(f"--facts {args.facts} is too few: give at least 2, so that each copy of the model has a question")
     dcp.initialize_distributed()
     run, questions, text = sharded(args)
     kv_bytes: list = [None] * dist.get_world_size()

@@ -31,6 +31,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, 
 def fused(q_BKRH: Tensor, k_BKCH: Tensor, v_BKCH: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of every row over ``C >= 1`` keys by torch's CPU flash kernel; fp32, ``H == V``."""
     assert k_BKCH.shape[2], "without keys the kernel kills the process"
+    if k_BKCH.shape[2] < 16:  # fewer than a vector: it would answer NaN scores with out = 0, lse = 0
+        return plain(q_BKRH, k_BKCH, v_BKCH, mask, scale)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q_BKRH, k_BKCH, v_BKCH, 0.0, False, attn_mask=mask, scale=scale
     )

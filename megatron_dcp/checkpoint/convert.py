@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 
 from megatron_dcp.checkpoint.dist import DistSource
@@ -12,7 +13,9 @@ from megatron_dcp.checkpoint.files import (
     TRACKER,
     Format,
     Location,
+    check_apart,
     check_new,
+    check_space,
     copy_companions,
     iteration_dir,
     locate,
@@ -61,12 +64,15 @@ def convert(
         ``dst`` as a path.
 
     Raises:
-        ValueError: ``dst`` exists, ``src`` is no sound checkpoint, or its model does not exist in the other format.
+        ValueError: ``dst`` exists, lies in ``src`` or on a disk without room, ``src`` is no sound checkpoint, or its
+            model does not exist in the other format.
     """
     check_choice("to", to, FORMATS)
     dst = Path(dst)
     check_new(dst)
+    check_apart(src, dst)
     source = open_source(src)
+    check_space(dst, sum(prod(spec.shape) * source.dtype(name).itemsize for name, spec in source.specs.items()))
     iteration = source.location.iteration or FIRST_ITERATION
     with new_directory(dst) as directory:
         if to == "hf":

@@ -107,6 +107,25 @@ def check_new(destination: Path) -> None:
         raise ValueError(f"{str(destination)!r} exists already; remove it or choose another name")
 
 
+def check_apart(source: str | Path, destination: str | Path) -> None:
+    """Raise ``ValueError`` if the new checkpoint would lie in the directory of the one that is read."""
+    if Path(destination).resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(
+            f"{str(destination)!r} lies in the checkpoint {str(source)!r} that is read; choose a name outside of it"
+        )
+
+
+def check_space(destination: Path, needed: int) -> None:
+    """Raise ``ValueError`` unless ``needed`` bytes are free where ``destination`` is to lie."""
+    folder = next(parent for parent in destination.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ValueError(
+            f"{str(destination)!r} takes {needed} bytes, but the disk of {str(folder)!r} has {free} left; free some "
+            "space, or choose another place"
+        )
+
+
 @contextlib.contextmanager
 def new_directory(destination: str | Path) -> Iterator[Path]:
     """A directory to fill, which gets the name ``destination`` only if the block ends well.

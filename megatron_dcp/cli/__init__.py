@@ -1,6 +1,7 @@
 """The command line: ``megatron-dcp COMMAND`` or ``python -m megatron_dcp COMMAND``, under torchrun where it computes.
 
-Exit codes: 0, 1 for an error (one line on stderr from every rank), 2 for a command line that is not understood.
+Exit codes: 0, 1 for an error (one line on stderr from every rank), 2 for a command line that is not understood, 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import warnings
 from collections.abc import Sequence
 
-from megatron_dcp.cli import convert, generate
+from megatron_dcp.cli import arguments, convert, generate
 from megatron_dcp.cli.failure import failing_together
 
 COMMANDS = (generate, convert)
@@ -19,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. ``parse_args`` gives a namespace with ``command`` and ``run``."""
     from megatron_dcp import __version__
 
-    parser = argparse.ArgumentParser(
+    parser = arguments.Parser(
         prog="megatron-dcp",
         description="Decode context parallelism for Megatron-Core: long contexts, the KV cache sharded over ranks.",
         allow_abbrev=False,

@@ -5,23 +5,48 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import get_args
+from typing import NoReturn, get_args
 
+from megatron_dcp.cli.failure import rank_prefix
 from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig
 
 CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
 
 
-def whole(at_least: int) -> Callable[[str], int]:
-    """The type of an option that takes a whole number from ``at_least``."""
+LARGEST = 2**31 - 1  # of what counts something; sizes in bytes and seeds may have 63 bits
+LARGEST_LONG = 2**63 - 1
+LONGEST_WAIT_S = 30 * 86400
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line where several ranks say it, and with the usage where one does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with code 2."""
+        if rank := rank_prefix():
+            self.exit(2, f"{rank}{self.prog}: error: {' '.join(message.split())} (see --help)\n")
+        super().error(message)
+
+
+def path(text: str) -> str:
+    """The type of an option that takes the name of a file or directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; give the name of a file or directory")
+    return text
+
+
+def whole(at_least: int, at_most: int = LARGEST) -> Callable[[str], int]:
+    """The type of an option that takes a whole number from ``at_least`` to ``at_most``."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number that can be read") from None
         if value < at_least:
-            raise argparse.ArgumentTypeError(f"{value} is below {at_least}")
+            raise argparse.ArgumentTypeError(f"{text[:40]} is below {at_least}")
+        if value > at_most:
+            raise argparse.ArgumentTypeError(f"{text[:40]} is above {at_most}")
         return value
 
     return parse
@@ -36,7 +61,9 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
         except ValueError:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not math.isfinite(value) or value < low or (above and value == low) or value > high:
-            bounds = f"{'above' if above else 'at least'} {low:g}" + (f", at most {high:g}" if high < math.inf else "")
+            bounds = f"{'above' if above else 'at least'} {low:g}" + (
+                f", at most {high:.10g}" if high < math.inf else ""
+            )
             raise argparse.ArgumentTypeError(f"{text} must be {bounds}")
         return value
 
@@ -92,7 +119,7 @@ def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--timeout",
-        type=number(0, above=True),
+        type=number(0, LONGEST_WAIT_S, above=True),
         default=600.0,
         metavar="S",
         help="seconds to wait for another rank before giving up (default 600)",
@@ -121,7 +148,9 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
     size = group.add_mutually_exclusive_group()
     size.add_argument("--num-blocks", type=whole(1), metavar="N", help="blocks of the pool on every rank")
-    size.add_argument("--bytes-per-rank", type=whole(1), metavar="N", help="most bytes of the pool on every rank")
+    size.add_argument(
+        "--bytes-per-rank", type=whole(1, LARGEST_LONG), metavar="N", help="most bytes of the pool on every rank"
+    )
     group.add_argument(
         "--max-num-seqs",
         type=whole(1),

@@ -24,8 +24,8 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "is complete.",
         EXAMPLE,
     )
-    parser.add_argument("src", metavar="SRC", help="torch_dist, legacy or Hugging Face checkpoint")
-    parser.add_argument("dst", metavar="DST", help="directory to write; must not exist yet")
+    parser.add_argument("src", type=arguments.path, metavar="SRC", help="torch_dist, legacy or Hugging Face checkpoint")
+    parser.add_argument("dst", type=arguments.path, metavar="DST", help="directory to write; must not exist yet")
     parser.add_argument("--to", required=True, choices=FORMATS, help="format of DST")
     return parser
 

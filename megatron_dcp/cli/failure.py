@@ -1,4 +1,4 @@
-"""How a command fails: one line from every rank, no rank left behind, exit code 1."""
+"""How a command fails: one line from every rank, no rank left behind, exit code 1 (130 after Ctrl-C)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Terminated(BaseException):
     """The process was asked to end."""
 
     def __str__(self) -> str:
-        return "stopped by SIGTERM, which torchrun sends to all ranks when another one has failed"
+        return "stopped by SIGTERM before it was done"
 
 
 def failing_together(run: Callable[[], None], command: str, *, debug: bool) -> int:
@@ -29,12 +29,17 @@ def failing_together(run: Callable[[], None], command: str, *, debug: bool) -> i
             run()
             return 0
         except KeyboardInterrupt:
-            return 130
-        except (Exception, Terminated) as error:
-            _ignore_sigterm()
+            _ignore_signals()
             if debug:
                 traceback.print_exc()
-            sys.stderr.write(f"{_rank_prefix()}megatron-dcp {command}: error: {describe(error)}\n")
+            sys.stderr.write(f"{rank_prefix()}megatron-dcp {command}: interrupted\n")
+            sys.stderr.flush()
+            return 130
+        except (Exception, Terminated) as error:
+            _ignore_signals()
+            if debug:
+                traceback.print_exc()
+            sys.stderr.write(f"{rank_prefix()}megatron-dcp {command}: error: {describe(error)}\n")
             sys.stderr.flush()
             _wait_for_other_ranks()
             return 1
@@ -51,7 +56,8 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text} (--debug shows where)"
 
 
-def _rank_prefix() -> str:
+def rank_prefix() -> str:
+    """What a line on stderr starts with where several ranks write there: ``"[rank R] "``."""
     world = os.environ.get("WORLD_SIZE", "1")
     return f"[rank {os.environ.get('RANK', '0')}] " if world != "1" else ""
 
@@ -69,7 +75,8 @@ def _sigterm_raises() -> Iterator[None]:
     def soon(*_: Any) -> None:
         signal.setitimer(signal.ITIMER_REAL, GRACE_S / 2)
 
-    before = {
+    before: dict[signal.Signals, Any] = {
+        signal.SIGINT: signal.getsignal(signal.SIGINT),
         signal.SIGTERM: signal.signal(signal.SIGTERM, soon),
         signal.SIGALRM: signal.signal(signal.SIGALRM, terminate),
     }
@@ -81,8 +88,10 @@ def _sigterm_raises() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ignore_sigterm() -> None:
+def _ignore_signals() -> None:
+    """Report undisturbed: torchrun passes an interrupt on to ranks that the terminal has interrupted already."""
     if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
 

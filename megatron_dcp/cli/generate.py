@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
 from megatron_dcp.cli import arguments
@@ -34,15 +34,23 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         EXAMPLE,
     )
     parser.add_argument(
-        "--checkpoint", required=True, metavar="DIR", help="torch_dist, legacy or Hugging Face checkpoint"
+        "--checkpoint",
+        type=arguments.path,
+        required=True,
+        metavar="DIR",
+        help="torch_dist, legacy or Hugging Face checkpoint",
     )
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache (default float32)"
     )
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    prompt.add_argument("--prompt-file", metavar="F.jsonl", help=f"prompts, a line for each: {FORM}")
-    parser.add_argument("--output", metavar="F.jsonl", help="where the outputs go (default: stdout)")
+    prompt.add_argument(
+        "--prompt-file", type=arguments.path, metavar="F.jsonl", help=f"prompts, a line for each: {FORM}"
+    )
+    parser.add_argument(
+        "--output", type=arguments.path, metavar="F.jsonl", help="where the outputs go (default: stdout)"
+    )
     arguments.add_parallel_arguments(parser)
     arguments.add_cache_arguments(parser)
     _add_sampling_arguments(parser)
@@ -82,7 +90,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--seed",
-        type=arguments.whole(0),
+        type=arguments.whole(0, arguments.LARGEST_LONG),
         metavar="S",
         help="seed of every prompt's draws (default: a new one each time)",
     )
@@ -157,6 +165,20 @@ def _write(outputs: list[RequestOutput], output: OutputFile | None, live: bool) 
         output.finish(outputs)
     elif not live:
         ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-        for line in outputs:
-            sys.stdout.write(to_line(line, ascii_only=ascii_only))
-        sys.stdout.flush()
+        lines = [to_line(line, ascii_only=ascii_only) for line in outputs]
+        try:
+            sys.stdout.writelines(lines)
+            sys.stdout.flush()
+        except OSError as error:
+            _drop_stdout()
+            raise ValueError(
+                f"stdout cannot be written: {error.strerror}; send it to where there is room, or use --output"
+            ) from error
+
+
+def _drop_stdout() -> None:
+    """Let what stdout still buffers go nowhere: the interpreter flushes it again at its end, and would complain."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_dcp.engine.prompts import Prompt
+from megatron_dcp.engine.prompts import Prompt, check_text
 from megatron_dcp.engine.request import RequestOutput
 
 FORM = '{"prompt": "..."} or {"token_ids": [...]}'
@@ -29,6 +29,8 @@ def read_prompts(path: str) -> list[Prompt]:
             try:
                 if text := line.decode("utf-8-sig" if line_number == 1 else "utf-8").strip():
                     prompts.append(_prompt(text))
+            except RecursionError:
+                raise ValueError(f"{path}:{line_number}: JSON that is nested too deeply; a line is {FORM}") from None
             except ValueError as error:  # of the bytes, of JSON and of the form
                 raise ValueError(f"{path}:{line_number}: {error}; a line is {FORM}") from None
     if not prompts:
@@ -41,15 +43,18 @@ def _prompt(text: str) -> Prompt:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except ValueError:  # Python's own bound on the digits that it reads
+        raise ValueError("a number with too many digits") from None
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, not an object")
     if unknown := sorted(value.keys() - {"prompt", "token_ids"}):
-        raise ValueError(f"unknown key {unknown[0]!r}")
+        raise ValueError(f"unknown key {unknown[0][:40]!r}")
     if len(value) != 1:
         raise ValueError("needs exactly one of 'prompt' and 'token_ids'")
     if "prompt" in value:
         if not isinstance(value["prompt"], str):
-            raise ValueError(f"'prompt' is {value['prompt']!r}, not a text")
+            raise ValueError(f"'prompt' is {repr(value['prompt'])[:40]}, not a text")
+        check_text(value["prompt"], "'prompt'")
         return value["prompt"]
     tokens = value["token_ids"]
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
@@ -70,6 +75,7 @@ class OutputFile:
     """
 
     def __init__(self, path: str) -> None:
+        self._given = path
         self._path = Path(os.path.realpath(path))
         if self._path.is_dir():
             raise ValueError(f"--output {path} is a directory; give the name of a file")
@@ -84,9 +90,19 @@ class OutputFile:
             raise ValueError(f"--output {path} cannot be written: {error.strerror}") from error
 
     def finish(self, outputs: Iterable[RequestOutput]) -> None:
-        """Write all lines and give the file its name."""
-        with self._file:
-            self._file.writelines(to_line(output) for output in outputs)
+        """Write all lines and give the file its name.
+
+        Raises:
+            ValueError: They cannot be written, say because the disk is full; names the file.
+        """
+        lines = [to_line(output) for output in outputs]
+        try:
+            with self._file:
+                self._file.writelines(lines)
+        except OSError as error:
+            raise ValueError(
+                f"--output {self._given} cannot be written: {error.strerror}; free some space, or choose another place"
+            ) from error
         if self._temporary is not None:
             self._temporary.replace(self._path)
             self._temporary = None

@@ -9,6 +9,7 @@ all-reduce. Fractions are rounded down.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,6 +85,13 @@ def all_reduce(
     return tensor
 
 
+def broadcast(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = None) -> None:
+    """Every rank's ``tensor`` becomes that of the group's first rank, in place."""
+    if group.size() > 1:
+        sent = tensor.nbytes if group.rank() == 0 else 0
+        _issue("broadcast", lambda: distributed.broadcast(tensor, group=group, group_src=0), group, metrics, sent)
+
+
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """The ranks' picklable values in rank order. Slow; for errors and set-up. Not counted."""
     values: list[Any] = [value] * group.size()
@@ -107,10 +115,16 @@ def _issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Me
         ranks = distributed.get_process_group_ranks(group)
         own = distributed.get_rank()
         raise CollectiveError(
-            f"{op} over ranks {ranks} failed on rank {own}: {error}\n"
-            f"Another of these ranks has most likely died or hung. Look for the earliest error in the logs of ranks "
+            f"{op} over ranks {ranks} failed on rank {own}: another of these ranks has most likely died or hung "
+            f"({_brief(error)}). Look for the earliest error in the logs of ranks "
             f"{[rank for rank in ranks if rank != own]} (torchrun --log-dir DIR --redirects 3 keeps one per rank), "
-            f"then start all ranks again."
+            "then start all ranks again"
         ) from error
     if metrics is not None:
         metrics.count_collective(op, group.group_desc, bytes_sent)
+
+
+def _brief(error: RuntimeError) -> str:
+    """The first sentence of a library's message, without the place in its source."""
+    text = re.sub(r"^\[[^\]]*:\d+\]\s*", "", str(error).strip())
+    return re.split(r"\. |\n", text)[0].rstrip(".")

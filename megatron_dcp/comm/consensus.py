@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import distributed
@@ -49,11 +51,12 @@ def _report(error: BaseException) -> tuple[bool, str]:
     return isinstance(error, ValueError), f"{type(error).__name__}: {error}"
 
 
-def same_on_all(value: bytes | str, group: ProcessGroup, what: str) -> None:
+def same_on_all(value: bytes | str | Sequence[tuple[str, str]], group: ProcessGroup, what: str) -> None:
     """Check that every rank of the group has the same value. A collective call.
 
     Args:
-        value: Compared by its SHA-256 hash; a short string is also shown where it differs.
+        value: Compared by its SHA-256 hash; a short string is also shown where it differs. Of pairs of a name and a
+            text, the error shows the first that differs.
         what: What it is, for the error.
 
     Raises:
@@ -61,16 +64,29 @@ def same_on_all(value: bytes | str, group: ProcessGroup, what: str) -> None:
     """
     if group.size() == 1:
         return
-    digest = hashlib.sha256(value.encode() if isinstance(value, str) else value).digest()
+    data = value if isinstance(value, bytes) else (value if isinstance(value, str) else repr(list(value))).encode()
+    digest = hashlib.sha256(data).digest()
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(group_device(group))
     digests = all_gather(own, group)
     if bool((digests == digests[0]).all()):
         return
-    short = isinstance(value, str) and len(value) <= 80
-    shown = gather_objects(value if short else f"SHA-256 {digest.hex()[:12]}", group)
+    if isinstance(value, bytes | str):
+        short = isinstance(value, str) and len(value) <= 80
+        shown = gather_objects(value if short else f"SHA-256 {digest.hex()[:12]}", group)
+    else:
+        first, shown = _first_difference(gather_objects(list(value), group))
+        what = f"{what} ({first})"
     ranks = distributed.get_process_group_ranks(group)
     ranks_of: dict[str, list[int]] = {}
     for rank, text in zip(ranks, shown, strict=True):
         ranks_of.setdefault(text, []).append(rank)
     differences = "; ".join(f"on ranks {some}: {text}" for text, some in ranks_of.items())
     raise ValueError(f"{what} must be the same on ranks {ranks}, but there is {differences}; start all with the same")
+
+
+def _first_difference(lists: list[list[tuple[str, str]]]) -> tuple[str, list[str]]:
+    """The name of the first pair that is not the same in all lists, and its text in each of them."""
+    missing = ("", "nothing")
+    column = next(pairs for pairs in zip_longest(*lists, fillvalue=missing) if len(set(pairs)) > 1)
+    name = next(name for name, _ in column if name)
+    return name, [text for _, text in column]

@@ -122,6 +122,10 @@ class LLM:
             eos.add(tokenizer.eos_token_id)
         self.groups = parallel_state.get_process_group_collection()
         self.engine_config.exchange_for(self.groups.dcp_layout)  # now, not at the first call
+        dtype_of_model = next(self.model.parameters()).dtype
+        settings = {"cache": self.cache_config, "engine": self.engine_config, "dtype": dtype_of_model}
+        pairs = [(name, str(value)) for name, value in settings.items()]
+        same_on_all(pairs, self.groups.dcp_replica, "the settings of the LLM")
         self.layout = KVLayout(
             dcp_size=self.groups.dcp.size(),
             interleave=self.cache_config.kv_interleave_size,

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_dcp.engine.request import Request, SamplingParams
 
 Prompt = str | Sequence[int]
+_SHOWN = 80  # characters of a prompt in an error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class PromptReader:
         for place, token in enumerate(tokens):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"prompt {index} has token id {token} at place {place}, but the model has the ids 0 to "
+                    f"prompt {index} has token id {_shown(token)} at place {place}, but the model has the ids 0 to "
                     f"{self.vocab_size - 1}; encode it with the tokenizer that belongs to the model"
                 )
         stop = set(params.stop_token_ids)
@@ -73,6 +74,7 @@ class PromptReader:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError(f"prompt {index} is text, but the model came without a tokenizer; give token ids")
+            check_text(prompt, f"prompt {index}")
             return list(self.tokenizer.encode(prompt))
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
@@ -87,12 +89,33 @@ class PromptReader:
             raise ValueError(f"prompt {index} is not a list of whole numbers; give text or token ids") from None
 
 
-def fingerprint(requests: Iterable[Request]) -> bytes:
-    """A digest that differs wherever the requests do."""
-    digest = hashlib.sha256()
+def check_text(text: str, what: str) -> None:
+    """Raise ``ValueError`` if ``text`` holds half of a surrogate pair, which is no character and has no UTF-8 form."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} has the lone surrogate {text[error.start]!r} at place {error.start}, which is no character; "
+            "remove it, or write both halves of the pair"
+        ) from None
+
+
+def fingerprint(requests: Sequence[Request]) -> tuple[tuple[str, str], ...]:
+    """What `same_on_all` compares: pairs of a name and a text, which differ wherever the requests do."""
+    parts = [("number of prompts", str(len(requests)))]
     for request in requests:
-        digest.update(repr((request.prompt, request.params, request.max_tokens, sorted(request.stop_ids))).encode())
-    return digest.digest()
+        tokens = repr(request.prompt)
+        if len(tokens) > _SHOWN:
+            tokens = f"{len(request.prompt)} tokens with SHA-256 {hashlib.sha256(tokens.encode()).hexdigest()}"
+        parts.append((f"prompt {request.index}", tokens))
+        rest = (request.params, request.max_tokens, sorted(request.stop_ids))
+        parts.append((f"sampling parameters of prompt {request.index}", repr(rest)))
+    return tuple(parts)
+
+
+def _shown(token: int) -> str:
+    # Python refuses to write numbers of more than some thousand digits.
+    return str(token) if token.bit_length() <= 64 else f"of {token.bit_length()} bits"
 
 
 def _as_list(prompts: Any) -> list[Any]:

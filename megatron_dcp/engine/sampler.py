@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from megatron_dcp.comm.collectives import CollectiveError
+from megatron_dcp.comm.collectives import broadcast
 from megatron_dcp.engine.request import Request, SamplingParams
-from megatron_dcp.metrics import Metrics, timed
+from megatron_dcp.metrics import Metrics
 
 NOT_FINITE = -1
 
@@ -102,7 +102,7 @@ class Sampler:
         if self.size > 1:
             if answer_B2 is None:
                 answer_B2 = torch.empty(len(requests), 2, dtype=torch.float64, device=logits_BV.device)
-            self._broadcast(answer_B2)
+            broadcast(answer_B2, self.group, self.metrics)
         assert answer_B2 is not None
         rows = answer_B2.tolist()  # fp64 holds any token id and any fp32 exactly
         tokens = [int(row[0]) for row in rows]
@@ -118,18 +118,6 @@ class Sampler:
     def forget(self, request: Request) -> None:
         """Drop the random numbers of a request that has ended."""
         self._generators.pop(request, None)
-
-    def _broadcast(self, answer_B2: Tensor) -> None:
-        try:
-            with timed(self.metrics, "communication"):
-                distributed.broadcast(answer_B2, group=self.group, group_src=0)
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"the broadcast of the sampled tokens failed: {error}; another rank has most likely died or hung"
-            ) from error
-        if self.metrics is not None:
-            sent = answer_B2.nbytes if self.samples_here else 0
-            self.metrics.count_collective("broadcast", self.group.group_desc, sent)
 
     def _choose_all(self, logits_BV: Tensor, requests: Sequence[Request]) -> Tensor:
         peak_B, token_B = logits_BV.max(dim=1)  # of equals the first; NaN if there is one

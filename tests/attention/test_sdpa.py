@@ -182,3 +182,14 @@ def test_choose_backend() -> None:
     for name in ("auto", "sdpa"):
         with pytest.raises(ValueError, match=r"cannot serve .*dtype=torch.int8 .*only float32, bfloat16"):
             choose_backend(name, head_dim=64, v_dim=64, dtype=torch.int8, device=CPU)
+
+
+@pytest.mark.parametrize("keys", [1, 7, 8, 15, 16, 17, 40])
+def test_nan_in_a_visible_key_is_never_swallowed(keys: int) -> None:
+    """The fused kernel answers ``out = 0, lse = 0`` where all of fewer than 16 scores are NaN."""
+    q_TNH, k_SKH, v_SKH = torch.randn(1, 2, 16), torch.full((keys, 1, 16), torch.nan), torch.randn(keys, 1, 16)
+    batch = AttentionBatch(q_lens=(1,), visible=(keys,), block_tables=((0,),), block_size=keys)
+    backend = SDPABackend()
+    plan = backend.plan(batch, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32, device=CPU)
+    out_TNH, lse_TN = backend.attend(q_TNH, k_SKH, v_SKH, plan, scale=0.25)
+    assert out_TNH.isnan().all() and lse_TN.isnan().all()

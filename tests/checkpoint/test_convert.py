@@ -207,3 +207,22 @@ def test_source_is_only_read(tmp_path: Path) -> None:
     before = {p.name: p.read_bytes() for p in src.iterdir()}
     convert(src, tmp_path / "dst", to="legacy")
     assert {p.name: p.read_bytes() for p in src.iterdir()} == before
+
+
+def test_the_new_checkpoint_lies_outside_of_the_old_one(tmp_path: Path) -> None:
+    source = convert(tiny_model("llama"), tmp_path / "source", to="torch_dist")
+    before = sorted(source.rglob("*"))
+    for inside in (source / "sub", source / ITERATION / "sub"):
+        with pytest.raises(ValueError, match="lies in the checkpoint .*choose a name outside"):
+            convert(source, inside, to="hf")
+    assert sorted(source.rglob("*")) == before
+
+
+def test_a_disk_without_room_is_found_out_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tiny_model("llama")
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in hf_tensors(source).values())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=needed // 2))
+    with pytest.raises(ValueError, match=f"takes [0-9]+ bytes, but the disk of .* has {needed // 2} left; free some"):
+        convert(source, tmp_path / "new" / "deep", to="legacy")
+    assert not list(tmp_path.iterdir())

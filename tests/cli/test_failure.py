@@ -52,7 +52,7 @@ def test_sigterm_ends_a_command_with_a_line(monkeypatch, capsys):
             time.sleep(0.01)
 
     assert failure.failing_together(run, "generate", debug=False) == 1
-    assert "stopped by SIGTERM" in capsys.readouterr().err
+    assert capsys.readouterr().err == "megatron-dcp generate: error: stopped by SIGTERM before it was done\n"
 
 
 def test_an_error_right_after_sigterm_is_the_one_that_is_told(capsys):
@@ -89,3 +89,12 @@ def fail_alone(rank, world):
 
 def test_a_rank_that_fails_alone_does_not_wait_for_ever():
     assert run_on_ranks(2, fail_alone, timeout=60)[0] == 1
+
+
+def test_ctrl_c_is_one_line_of_every_rank_and_130(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    before = signal.getsignal(signal.SIGINT)
+    assert failure.failing_together(fail_with(KeyboardInterrupt()), "generate", debug=False) == 130
+    assert capsys.readouterr() == ("", "[rank 1] megatron-dcp generate: interrupted\n")
+    assert signal.getsignal(signal.SIGINT) is before

@@ -36,6 +36,9 @@ def test_prompts_in_order_with_blank_lines_and_any_line_end(tmp_path):
         ('{"token_ids": [1, 2.5]}', "'token_ids' is not a list of whole numbers"),
         ('{"token_ids": [true]}', "'token_ids' is not a list of whole numbers"),
         (b'{"prompt": "\xff"}', "can't decode"),
+        ('{"prompt": "a\\ud800"}', "'prompt' has the lone surrogate .* at place 1"),
+        pytest.param("[" * 100_000, "nested too deeply", id="nested"),
+        pytest.param('{"token_ids": [' + "1" * 5000 + "]}", "a number with too many digits", id="digits"),
     ],
 )
 def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, message):
@@ -107,3 +110,10 @@ def test_a_device_is_written_directly():
 def test_a_name_that_cannot_be_written(tmp_path, name):
     with pytest.raises(ValueError, match="--output"):
         OutputFile(str(tmp_path / name))
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_full_disk_names_the_file():
+    with pytest.raises(ValueError, match="--output /dev/full cannot be written: No space left.*free some space"):
+        with OutputFile("/dev/full") as file:
+            file.finish([OUTPUT])

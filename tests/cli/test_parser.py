@@ -120,3 +120,37 @@ def test_help_needs_no_torch():
         [sys.executable, "-c", f"{code}(['generate', '-h'])"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0 and "--dcp-layout" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--timeout 1e300", "argument --timeout: 1e300 must be above 0, at most 2592000"),
+        ("--num-blocks 2147483648", "argument --num-blocks: 2147483648 is above 2147483647"),
+        ("--block-size 99999999999", "argument --block-size: 99999999999 is above 2147483647"),
+        (f"--seed {2**63}", f"argument --seed: {2**63} is above {2**63 - 1}"),
+        (f"--tp {'1' * 5000}", f"'{'1' * 40}' is not a whole number that can be read"),
+        ("--output ''", "argument --output: the path is empty"),
+        ("--checkpoint ''", "argument --checkpoint: the path is empty"),
+    ],
+)
+def test_values_out_of_bounds_are_one_line_of_every_rank(line, message, capsys, monkeypatch):
+    words = [*GENERATE, "--prompt", "a", *shlex.split(line)]
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit):
+        main(words)
+    error = capsys.readouterr().err
+    assert error.startswith("usage: ") and message in error
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("[rank 3] megatron-dcp generate: error: ") and error.endswith(" (see --help)\n")
+    assert error.count("\n") == 1 and message in error
+
+
+def test_sizes_in_bytes_may_be_large():
+    words = [*GENERATE, "--prompt", "a", "--bytes-per-rank", str(2**40)]
+    assert build_parser().parse_args(words).bytes_per_rank == 2**40

@@ -113,3 +113,12 @@ def test_long_texts_are_not_printed() -> None:
     texts = ["a" * 1000, "a" * 999 + "b"]
     for kind, text in run_on_ranks(2, compare, texts):
         assert kind == "ValueError" and "aaa" not in text and "SHA-256" in text
+
+
+def test_difference_of_pairs_names_the_first() -> None:
+    same, tail = ("prompt 0", "[1]"), ("prompt 2", "[3]")
+    lists: list[Any] = [[same, ("prompt 1", "[2]"), tail], [same, ("prompt 1", "[9]"), tail], [same]]
+    for kind, text in run_on_ranks(3, compare, lists):
+        assert kind == "ValueError" and text.startswith("the seed (prompt 1) must be the same")
+        assert "on ranks [0]: [2]; on ranks [1]: [9]; on ranks [2]: nothing" in text
+    assert run_on_ranks(2, compare, [[same, tail]] * 2) == [None] * 2

@@ -235,6 +235,26 @@ def test_a_checkpoint_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_p
     assert all(isinstance(error, ValueError) and "nowhere" in str(error) for error in errors)
 
 
+def settings_that_differ(rank, world, path, by_rank):
+    LLM(path, **sizes(1, world), **by_rank[rank])
+
+
+@pytest.mark.parametrize(
+    "by_rank",
+    [
+        [{"cache": CacheConfig(kv_interleave_size=1)}, {"cache": CacheConfig(kv_interleave_size=8)}],
+        [{"cache": CacheConfig(num_blocks=4)}, {"cache": CacheConfig(num_blocks=5)}],
+        [{"engine": EngineConfig(exchange="fold")}, {"engine": EngineConfig(exchange="a2a")}],
+        [{"engine": EngineConfig(prefill_chunk_size=4)}, {"engine": EngineConfig(prefill_chunk_size=8)}],
+        [{"dtype": "float32"}, {"dtype": "bfloat16"}],
+    ],
+    ids=["interleave", "blocks", "exchange", "chunk", "dtype"],
+)
+def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(by_rank):
+    errors = run_on_ranks(2, settings_that_differ, str(tiny_model("llama")), by_rank, expect_errors=True)
+    assert all(isinstance(error, ValueError) and "the settings of the LLM" in str(error) for error in errors), errors
+
+
 def replicas(rank, world, path):
     """Two replicas with prompts of their own: neither waits for the other."""
     llm = LLM(path)

@@ -49,6 +49,8 @@ def test_forms_of_prompts(prompts, tokens):
         ([[1], [1] * 7], "prompt 1 has 7 tokens, but the model's context is 6"),
         ([[1], [2, 10]], "prompt 1 has token id 10 at place 1.*0 to 9"),
         ([[-1]], "prompt 0 has token id -1 at place 0"),
+        ([[10**5000]], "prompt 0 has token id of 16610 bits at place 0"),
+        (["a", "b\ud800"], "prompt 1 has the lone surrogate .* at place 1"),
         (["a", "ten letters eleventwelve"], "prompt 1 has token id 12 at place 2"),
         ([[1], [1.5]], "prompt 1 is not a list of whole numbers"),
         ([[True]], "prompt 0 is not a list of whole numbers"),

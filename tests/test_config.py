@@ -1,0 +1,87 @@
+"""Sizes that do not fit are refused when the configuration is made, with the bound and the sizes that fit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, check_within_tp_bound
+
+MODEL = ModelConfig(
+    num_layers=1,
+    hidden_size=48,
+    ffn_hidden_size=96,
+    num_attention_heads=6,
+    num_query_groups=2,
+    kv_channels=8,
+    vocab_size=100,
+    padded_vocab_size=120,
+    max_position_embeddings=64,
+)
+
+
+@pytest.mark.parametrize("tp,fits", [(1, True), (2, True), (3, False), (4, False), (6, False), (12, False)])
+def test_tensor_parallel_sizes_share_heads_kv_heads_and_ffn(tp, fits):
+    if fits:
+        MODEL.check_tensor_parallel(tp)
+    else:
+        with pytest.raises(ValueError, match=rf"tensor_model_parallel_size={tp} .* use one of 1, 2$"):
+            MODEL.check_tensor_parallel(tp)
+
+
+def test_rows_of_one_kv_group_must_split_evenly():
+    """6 query heads, 1 KV head of 8: 64 rows of QKV, which 3 ranks cannot share."""
+    model = dataclasses.replace(MODEL, num_query_groups=1)
+    with pytest.raises(ValueError, match="tensor_model_parallel_size=3"):
+        model.check_tensor_parallel(3)
+    model.check_tensor_parallel(2)
+
+
+@pytest.mark.parametrize("tp,kv_heads,legal", [(8, 1, [1, 2, 4, 8]), (8, 4, [1, 2]), (8, 8, [1]), (6, 2, [1, 3])])
+def test_within_tp_shards_copies_only(tp, kv_heads, legal):
+    for dcp in (d for d in range(1, tp + 1) if tp % d == 0):
+        parallel = ParallelConfig(
+            tensor_model_parallel_size=tp, decode_context_parallel_size=dcp, dcp_layout="within_tp"
+        )
+        if dcp in legal:
+            check_within_tp_bound(parallel, kv_heads)
+        else:
+            with pytest.raises(ValueError, match=f"use one of {', '.join(map(str, legal))}, or dcp_layout"):
+                check_within_tp_bound(parallel, kv_heads)
+
+
+def test_orthogonal_knows_no_bound():
+    for dcp in (1, 3, 5, 64):
+        check_within_tp_bound(ParallelConfig(decode_context_parallel_size=dcp), 1)
+
+
+@pytest.mark.parametrize(
+    "make,message",
+    [
+        (lambda: ParallelConfig(tensor_model_parallel_size=0), "must be a whole number >= 1"),
+        (lambda: ParallelConfig(decode_context_parallel_size=True), "must be a whole number >= 1"),
+        (
+            lambda: ParallelConfig(
+                tensor_model_parallel_size=8, decode_context_parallel_size=3, dcp_layout="within_tp"
+            ),
+            "use one of 1, 2, 4, 8, or dcp_layout='orthogonal'",
+        ),
+        (lambda: ParallelConfig(dcp_layout="inside"), "use one of orthogonal, within_tp"),
+        (lambda: CacheConfig(block_size=12, kv_interleave_size=5), "use one of 1, 2, 3, 4, 6, 12"),
+        (lambda: CacheConfig(num_blocks=1, bytes_per_rank=1), "give one of them"),
+        (lambda: EngineConfig(exchange="p2p"), "use one of fold, all_reduce, ag_rs, a2a"),
+        (lambda: EngineConfig(exchange="fold").exchange_for("within_tp"), "use exchange='a2a'"),
+        (lambda: dataclasses.replace(MODEL, num_query_groups=4), "does not divide num_attention_heads=6"),
+        (lambda: dataclasses.replace(MODEL, padded_vocab_size=99), "is below vocab_size=100"),
+    ],
+)
+def test_errors_name_value_bound_and_remedy(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_defaults_of_the_exchange_follow_the_layout():
+    assert EngineConfig().exchange_for("orthogonal") == "fold"
+    assert EngineConfig().exchange_for("within_tp") == "a2a"
+    assert EngineConfig(exchange="ag_rs").exchange_for("orthogonal") == "ag_rs"

@@ -1,0 +1,85 @@
+"""The benchmark runs, and what it counts is exact. Durations are not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 2, 64, 4, 2, 16
+CONTEXT, BATCHES = 64, (1, 3)
+
+
+def bench(*arguments: str) -> dict:
+    command = [sys.executable, str(ROOT / "tools" / "bench.py"), *arguments]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-4000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def result() -> dict:
+    sizes = dict(layers=LAYERS, hidden=HIDDEN, ffn=96, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, vocab=100)
+    shape = [word for name, size in sizes.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    run = ["--contexts", str(CONTEXT), "--batches", *map(str, BATCHES), "--block-size", "16", "--interleave", "2"]
+    return bench("decode", *shape, *run, "--repeats", "2", "--threads", "2", "--buffer-gb", "0.01")
+
+
+def rows(result: dict, name: str) -> list[dict]:
+    found = [row for row in result["rows"] if row["name"] == name]
+    assert [(row["context"], row["batch"]) for row in found] == [(CONTEXT, batch) for batch in BATCHES]
+    return found
+
+
+NAMES = ("dcp 1", "dcp 2", "megatron static", "transformers", "transformers static")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_contender_is_measured_and_computes_the_same(result, name):
+    for row in rows(result, name):
+        assert row["ms_per_token"] > 0 and row["bandwidth_gb_s"] > 0 and row["kv_gb_s"] > 0
+        assert row["ratio_to_dcp1"] > 0 and row["ratio_to_floor"] > 0
+        assert row["logit_difference"] < 1e-5
+
+
+def test_setting(result):
+    assert result["benchmark"] == "decode"
+    assert {row["name"] for row in result["rows"]} == set(NAMES)
+    assert result["setting"]["shape"]["kv_heads"] == KV_HEADS
+    assert result["setting"]["threads"] == 2
+
+
+@pytest.mark.parametrize("dcp", [1, 2])
+def test_kv_bytes(result, dcp):
+    per_token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
+    for row, batch in zip(rows(result, f"dcp {dcp}"), BATCHES, strict=True):
+        assert row["kv_bytes_per_rank"] == CONTEXT * batch * per_token // dcp
+        assert row["kv_ratio_to_total_over_dcp"] == 1
+        assert row["attention_ms"] > 0 and row["attention_ratio_to_floor"] > 0
+
+
+def test_one_rank_sends_nothing(result):
+    for row in rows(result, "dcp 1"):
+        assert row["collectives"] == row["expected_collectives"] == {}
+        assert row["collectives_per_step"] == row["sent_bytes_per_token"] == 0
+
+
+def test_traffic_of_two_ranks(result):
+    """``fold``: per layer one gather of the LSEs, one sum of the output projection's shares."""
+    for row, batch in zip(rows(result, "dcp 2"), BATCHES, strict=True):
+        gathered, summed = 4 * batch * HEADS, 4 * batch * HIDDEN
+        assert row["collectives"] == {
+            "all_gather": [LAYERS, LAYERS * gathered],
+            "all_reduce": [LAYERS, LAYERS * summed],
+        }
+        assert row["expected_collectives"] == row["collectives"]
+        assert row["collectives_per_step"] == 2 * LAYERS
+        assert row["sent_bytes_per_token"] * batch == LAYERS * (gathered + summed)
