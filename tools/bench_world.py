@@ -19,6 +19,9 @@ import torch.multiprocessing as mp
 from megatron_dcp import parallel_state
 from megatron_dcp.distributed import initialize_distributed
 
+# Here because every process of a benchmark imports this file before Megatron-Core, which warns once per file.
+warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")
+
 
 def available_cpus() -> int:
     """CPUs that this process may use."""
@@ -111,7 +114,6 @@ def _start(rank: int, ranks: int, directory: str, function: Callable[..., None],
 
 
 def _run_rank(function: Callable[..., None], threads: int, args: Any) -> None:
-    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex)")  # optional for Megatron-Core
     parallel_state.initialize_model_parallel(1)
     try:
         function(World(threads), *args)

@@ -63,7 +63,7 @@ if [ "$(minor_of "$venv/bin/python")" != "$(minor_of "$python")" ] || ! "$venv/b
 fi
 rm -f "$venv/.installed"
 log "installing into $venv; the first time this takes some minutes and up to several GB (PyTorch)"
-quiet=--quiet
+quiet=-qq # errors only
 [ -t 2 ] && quiet=--no-color # somebody is watching: let pip show how far it is
 "$venv/bin/python" -m pip install "$quiet" --disable-pip-version-check -c tools/constraints.txt -e '.[test]'
 printf '%s\n' "$wanted" >"$venv/.installed"
