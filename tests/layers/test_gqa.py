@@ -28,7 +28,7 @@ BLOCK = 4
 def texts_for(dcp: int, decode: int, vocab: int) -> tuple[list[list[int]], list[int]]:
     """Prompts of 1 token, around dcp, around every kind of block edge, and one long."""
     rng = random.Random(dcp)
-    edges = {1, dcp - 1, dcp, dcp + 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK * dcp - 1, BLOCK * dcp, BLOCK * dcp + 1, 61}
+    edges = {1, dcp - 1, dcp, dcp + 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK * dcp - 1, BLOCK * dcp, BLOCK * dcp + 1, 41}
     lens = sorted(edge for edge in edges if edge > 0)
     return [[rng.randrange(vocab) for _ in range(n + decode)] for n in lens], lens
 
@@ -62,7 +62,7 @@ def case(rank, world, tp, dcp, layout, changes, settings):
     return errors
 
 
-ALL = [(i, None, 10**9) for i in (1, 2, BLOCK)] + [(1, None, 5), (2, None, 1)]
+ALL = [(i, None, 10**9) for i in (1, 2, BLOCK)] + [(1, None, 5)]
 ORTHOGONAL = ALL + [(1, e, 7) for e in ("all_reduce", "ag_rs", "a2a")]
 WITHIN_TP = ALL + [(1, e, 7) for e in ("all_reduce", "ag_rs")]
 
@@ -102,6 +102,6 @@ def test_within_tp(tp, dcp, kv_heads):
     ids=lambda changes: ",".join(changes),
 )
 def test_shapes_of_models(changes):
-    settings = [(1, "fold", 7), (1, "a2a", 7)]
+    settings = [(1, "fold", 7), (2, "a2a", 1)]
     for errors in run_on_ranks(4, case, 2, 2, "orthogonal", changes, settings):
         assert max(errors.values()) < 1e-5, errors
