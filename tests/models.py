@@ -127,20 +127,6 @@ def hf_tensors(directory: Path) -> dict[str, Any]:
     return tensors
 
 
-def megatron_logits(model: Any, token_ids: list[int]) -> Any:
-    """Logits ``[tokens, vocabulary of this rank]`` of Megatron's own training forward, on a CPU too."""
-    import torch
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
-
-    from megatron_dcp._cpu import megatron_on_cpu
-
-    tokens = len(token_ids)
-    masked = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad(), megatron_on_cpu():
-        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # else its dropout wants a seeded tracker
-        return model(torch.tensor([token_ids]), torch.arange(tokens)[None], masked)[0]
-
-
 def _new_directory(family: str) -> Path:
     directory = Path(tempfile.mkdtemp(prefix=f"tiny-{family}-"))
     atexit.register(shutil.rmtree, directory, ignore_errors=True)

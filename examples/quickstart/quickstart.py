@@ -120,7 +120,7 @@ def main() -> int:
     parser.add_argument("--checkpoint", default=str(HERE / "checkpoint"), help="Megatron checkpoint with a tokenizer")
     parser.add_argument("--tokens", type=int, default=4200, help="length of the text")
     parser.add_argument("--facts", type=int, default=8, help="facts to hide")
-    parser.add_argument("--seed", type=int, default=7, help="which facts; the model has seen none of them in training")
+    parser.add_argument("--seed", type=int, default=7, help="which facts; no training fact was about their names")
     args = parser.parse_args()
     if args.facts < 2:
         parser.error(f"--facts {args.facts} is too few: give at least 2, so that each copy of the model has a question")

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megatron_models import training_logits
 
 from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import convert, load_model, open_source
 from megatron_dcp.checkpoint.names import shard
-from models import FAMILIES, LLAMA3, hf_model, megatron_logits, tiny_model
+from models import FAMILIES, LLAMA3, hf_model, tiny_model
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
@@ -25,7 +26,7 @@ def groups(world: int, **sizes: Any) -> Any:
 
 
 def whole_logits(model: torch.nn.Module, vocab_size: int, tp: Any) -> torch.Tensor:
-    mine = megatron_logits(model, TOKENS).contiguous()
+    mine = training_logits(model, TOKENS).contiguous()
     parts = [torch.empty_like(mine) for _ in range(tp.size())]
     dist.all_gather(parts, mine, group=tp)
     return torch.cat(parts, dim=-1)[:, :vocab_size]
