@@ -13,10 +13,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 
-from megatron_dcp import LLM, ModelConfig, SamplingParams
+from megatron_dcp import (
+    LLM,
+    ModelConfig,
+    SamplingParams,
+    build_model,
+    default_device,
+    local_layer_spec,
+    megatron_on_cpu,
+)
 from megatron_dcp import parallel_state as dcp
-from megatron_dcp._cpu import default_device, megatron_on_cpu
-from megatron_dcp._mcore import build_model, local_layer_spec
 from megatron_dcp.layers import sdpa_layer_spec
 
 MODULUS, LENGTH, BATCH, STEPS, EVERY = 50, 32, 8, 120, 30

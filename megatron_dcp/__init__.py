@@ -11,6 +11,8 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_dcp._cpu import default_device, megatron_on_cpu
+    from megatron_dcp._mcore import build_model, local_layer_spec
     from megatron_dcp.checkpoint import convert, load_model
     from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from megatron_dcp.engine.llm import LLM
@@ -27,6 +29,10 @@ _HOME = {
     "EngineConfig": "config",
     "ModelConfig": "config",
     "ParallelConfig": "config",
+    "build_model": "_mcore",
+    "local_layer_spec": "_mcore",
+    "default_device": "_cpu",
+    "megatron_on_cpu": "_cpu",
     "convert": "checkpoint",
     "load_model": "checkpoint",
     "dcp_layer_spec": "layers",
@@ -41,10 +47,14 @@ __all__ = [
     "ParallelConfig",
     "RequestOutput",
     "SamplingParams",
+    "build_model",
     "convert",
     "dcp_layer_spec",
+    "default_device",
     "enable_dcp",
     "load_model",
+    "local_layer_spec",
+    "megatron_on_cpu",
 ]
 
 

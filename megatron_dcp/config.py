@@ -28,6 +28,16 @@ def check_at_least(name: str, value: int, bound: int) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number >= {bound}")
 
 
+def check_interleave(name: str, interleave: int, block_size: int) -> None:
+    """Raise ``ValueError`` with the legal sizes unless both are whole numbers and ``interleave`` divides the block."""
+    check_at_least("block_size", block_size, 1)
+    check_at_least(name, interleave, 1)
+    if block_size % interleave:
+        raise ValueError(
+            f"{name}={interleave} does not divide block_size={block_size}; use one of {divisors(block_size)}"
+        )
+
+
 def divisors(number: int) -> str:
     """The whole numbers that divide ``number``, for the remedy of an error: ``"1, 2, 4"``."""
     return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
@@ -146,14 +156,7 @@ class CacheConfig:
     bytes_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        check_at_least("block_size", self.block_size, 1)
-        check_at_least("kv_interleave_size", self.kv_interleave_size, 1)
-        if self.block_size % self.kv_interleave_size:
-            legal = [i for i in range(1, self.block_size + 1) if self.block_size % i == 0]
-            raise ValueError(
-                f"kv_interleave_size={self.kv_interleave_size} does not divide block_size={self.block_size}; "
-                f"use one of {', '.join(map(str, legal))}"
-            )
+        check_interleave("kv_interleave_size", self.kv_interleave_size, self.block_size)
         if self.num_blocks is not None and self.bytes_per_rank is not None:
             raise ValueError("num_blocks and bytes_per_rank both size the KV pool; give one of them")
         if self.num_blocks is not None:

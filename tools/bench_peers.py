@@ -16,9 +16,7 @@ from bench_models import Case, Contender, Ours, RandomKV, Shape
 from bench_world import World
 from torch import Tensor
 
-from megatron_dcp import parallel_state
-from megatron_dcp._cpu import default_device, megatron_on_cpu
-from megatron_dcp._mcore import build_model
+from megatron_dcp import build_model, default_device, megatron_on_cpu, parallel_state
 from megatron_dcp.checkpoint.families import family_of
 from megatron_dcp.config import ModelConfig
 

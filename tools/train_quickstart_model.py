@@ -30,9 +30,13 @@ from megatron.core.tensor_parallel.random import initialize_rng_tracker  # noqa:
 from quickstart_data import DocumentSampler, save_tokenizer, train_tokenizer  # noqa: E402
 from tokenizers import Tokenizer  # noqa: E402
 
-from megatron_dcp import ModelConfig, parallel_state  # noqa: E402
-from megatron_dcp._cpu import megatron_on_cpu  # noqa: E402
-from megatron_dcp._mcore import build_model, local_layer_spec  # noqa: E402
+from megatron_dcp import (  # noqa: E402
+    ModelConfig,
+    build_model,
+    local_layer_spec,
+    megatron_on_cpu,
+    parallel_state,
+)
 from megatron_dcp.checkpoint import save_model  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -159,13 +159,17 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             out_TKGV[own] = out[0].unflatten(1, by_token).transpose(0, 1)
             lse_TKG[own] = lse[0].unflatten(1, by_token).transpose(0, 1)
         if plan.singles:
-            rows = q_TKGH.index_select(0, plan.single_tokens).split(1)
+            every = len(plan.singles) == len(q_TKGH)  # decode: one unit for every token, in order
+            rows = (q_TKGH if every else q_TKGH.index_select(0, plan.single_tokens)).split(1)
             partials = [
                 self._attend_unit(q_1KRH, pool, unit, plan.kernel, scale)
                 for q_1KRH, unit in zip(rows, plan.singles, strict=True)
             ]
-            out_TKGV.index_copy_(0, plan.single_tokens, torch.cat([out for out, _ in partials]))
-            lse_TKG.index_copy_(0, plan.single_tokens, torch.cat([lse for _, lse in partials]))
+            out_SKGV, lse_SKG = (torch.cat(parts) for parts in zip(*partials, strict=True))
+            if every:
+                return out_SKGV.flatten(1, 2), lse_SKG.flatten(1, 2)
+            out_TKGV.index_copy_(0, plan.single_tokens, out_SKGV)
+            lse_TKG.index_copy_(0, plan.single_tokens, lse_SKG)
         return out_TKGV.flatten(1, 2), lse_TKG.flatten(1, 2)
 
     def _attend_unit(

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from megatron_dcp.config import check_at_least
+from megatron_dcp.config import check_at_least, check_interleave
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,11 +48,8 @@ class KVLayout:
     block_size: int
 
     def __post_init__(self) -> None:
-        for name in ("dcp_size", "interleave", "block_size"):
-            check_at_least(name, getattr(self, name), 1)
-        if self.block_size % self.interleave:
-            legal = ", ".join(str(i) for i in range(1, self.block_size + 1) if self.block_size % i == 0)
-            raise ValueError(f"interleave={self.interleave} does not divide block_size={self.block_size}; use {legal}")
+        check_at_least("dcp_size", self.dcp_size, 1)
+        check_interleave("interleave", self.interleave, self.block_size)
 
     @property
     def logical_block_tokens(self) -> int:

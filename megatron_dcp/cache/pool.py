@@ -9,6 +9,8 @@ rotated by their global positions.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from typing import Literal, get_args
 
 import torch
@@ -62,7 +64,7 @@ class KVPool:
     """Keys and values of all layers of one rank, by slot.
 
     The memory is not initialised (on a CPU the system maps a page when it is first written, so the unused part of a
-    pool costs nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN
+    pool costs next to nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN
     included: no reader may look at it, not even to multiply it with 0.
 
     Args:
@@ -153,9 +155,24 @@ class KVPool:
 
 def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     try:
+        if device.type == "cpu":
+            return _map_memory(num_elements, dtype)
         return torch.empty(num_elements, dtype=dtype, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too
+    except (RuntimeError, OSError, OverflowError) as error:  # torch.OutOfMemoryError on a GPU is the first
         raise ValueError(
             f"the KV pool of {num_elements * dtype.itemsize} bytes could not be allocated on {device} ({error}); "
             "lower num_blocks or bytes_per_rank, or raise decode_context_parallel_size"
         ) from error
+
+
+def _map_memory(num_elements: int, dtype: torch.dtype) -> Tensor:
+    """Memory that the system maps when it is first written, in huge pages where it has them.
+
+    Tokens are written to all heads in turn. With small pages, mapped in that order, a head's keys end up scattered over
+    the memory, and attention reads them at half the speed (measured).
+    """
+    memory = mmap.mmap(-1, num_elements * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype, count=num_elements)

@@ -71,6 +71,8 @@ class Exchange(Protocol):
 
 def fold(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Exchanged:
     """Own weighted share of all heads; whoever sums over the group next (the output projection) completes the merge."""
+    if group.size() == 1:
+        return _alone(out_TNH, lse_TN)
     lse_PTN = all_gather(lse_TN.float(), group, metrics)
     weight_PTN, _ = merge_weights(lse_PTN)
     return Exchanged(weigh(out_TNH.float(), weight_PTN[group.rank()]), 0, out_TNH.shape[1], summed=False)

@@ -94,6 +94,4 @@ class DCPContext(StaticInferenceContext):
         assert self.plan is not None
         k_SKH, v_SKH = self.pool.layer(self.cache_index[layer_number])
         out_TNH, lse_TN = self.backend.attend(q_TNH, k_SKH, v_SKH, self.plan.attention, scale=scale)
-        if self.groups.dcp.size() == 1:
-            return Exchanged(out_TNH, 0, out_TNH.shape[1], summed=True)
         return self.exchange(out_TNH, lse_TN, self.groups.dcp, metrics=self.metrics)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from torch import Tensor
@@ -28,13 +27,15 @@ def product(x_TI: Tensor, weight_OI: Tensor) -> Tensor:
     """``x @ weight.T``, ``[T, O]``, in the form that the device computes fastest."""
     outputs, inputs = weight_OI.shape
     tokens = math.prod(x_TI.shape[:-1])  # not numel / I: a rank without heads has I = 0
+    flat_TI = x_TI.reshape(tokens, inputs)
     small = tokens in _FEW_TOKENS and x_TI.device.type == "cpu" and x_TI.dtype == torch.float32
-    if not small or outputs % _ROWS:
-        return F.linear(x_TI, weight_OI)
-    parts = outputs // _ROWS
-    x_BTI = x_TI.reshape(tokens, inputs).expand(parts, tokens, inputs)
-    out_BTO = torch.bmm(x_BTI, weight_OI.view(parts, _ROWS, inputs).transpose(1, 2))
-    return out_BTO.transpose(0, 1).reshape(*x_TI.shape[:-1], outputs)
+    if small and outputs % _ROWS == 0:
+        parts = outputs // _ROWS
+        weight_BIO = weight_OI.view(parts, _ROWS, inputs).transpose(1, 2)
+        out_TO = torch.bmm(flat_TI.expand(parts, tokens, inputs), weight_BIO).transpose(0, 1)
+    else:
+        out_TO = torch.mm(flat_TI, weight_OI.t())  # what linear() comes to, after several more calls
+    return out_TO.reshape(*x_TI.shape[:-1], outputs)
 
 
 class DCPColumnParallelLinear(ColumnParallelLinear):

@@ -127,7 +127,7 @@ def test_the_drawing_in_the_docstring() -> None:
         ((2, 0, 4), "interleave=0"),
         ((2, 1, 0), "block_size=0"),
         ((2, 1.0, 4), "interleave=1.0"),
-        ((2, 3, 4), r"interleave=3 does not divide block_size=4; use 1, 2, 4"),
+        ((2, 3, 4), r"interleave=3 does not divide block_size=4; use one of 1, 2, 4"),
         ((2, 8, 4), "interleave=8 does not divide block_size=4"),
     ],
 )
