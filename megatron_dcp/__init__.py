@@ -14,10 +14,11 @@ if TYPE_CHECKING:
     from megatron_dcp._cpu import default_device, megatron_on_cpu
     from megatron_dcp._mcore import build_model, local_layer_spec
     from megatron_dcp.checkpoint import convert, load_model
-    from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+    from megatron_dcp.config import CacheConfig, EngineConfig, ParallelConfig
     from megatron_dcp.engine.llm import LLM
     from megatron_dcp.engine.request import RequestOutput, SamplingParams
     from megatron_dcp.layers import dcp_layer_spec, enable_dcp
+    from megatron_dcp.model_config import ModelConfig
 
 __version__ = "0.1.0"
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
 @contextmanager
@@ -33,6 +34,22 @@ def _quiet_megatron() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextmanager
+def _without_te() -> Iterator[None]:
+    """Let Megatron-Core 0.16 build MLA and run routers without TransformerEngine, whose names it then lacks."""
+    from megatron.core.transformer import multi_latent_attention as mla
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # for good: a router asks for it at every step
+    have_te = mla.HAVE_TE
+    mla.HAVE_TE = have_te and isinstance(mla.TELinear, type)
+    try:
+        yield
+    finally:
+        mla.HAVE_TE = have_te
+
+
 def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
     """Megatron's ``TransformerConfig`` of ``config``: no fusion that needs a GPU, weights left uninitialised.
 
@@ -41,7 +58,7 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
         dtype: dtype of the parameters.
         overrides: Any field of ``TransformerConfig``.
     """
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     fields: dict[str, Any] = dict(
         num_layers=config.num_layers,
@@ -67,20 +84,88 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
         perform_initialization=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
+        transformer_impl="local",
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
-    return TransformerConfig(**{**fields, **overrides})
+    if config.moe is not None:
+        fields |= _moe_fields(config.moe)
+    if config.mla is None:
+        return TransformerConfig(**{**fields, **overrides})
+    return MLATransformerConfig(**{**fields, **_mla_fields(config, config.mla), **overrides})
 
 
-def local_layer_spec(config: ModelConfig) -> ModuleSpec:
-    """Layer of Megatron's own modules, without TransformerEngine; attention by Megatron's ``DotProductAttention``."""
+def _mla_fields(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
+    from megatron_dcp.rope import YarnScaling
+
+    fields: dict[str, Any] = dict(vars(mla), qk_layernorm=True, rotary_base=config.rotary_base, rope_type="rope")
+    if config.rope_scaling is not None:
+        yarn = YarnScaling.of(config.rope_scaling)
+        fields |= dict(
+            rope_type="yarn",
+            rotary_scaling_factor=yarn.factor,
+            original_max_position_embeddings=yarn.original_max_position_embeddings,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            mscale=yarn.mscale,
+            mscale_all_dim=yarn.mscale_all_dim,
+        )
+    return fields
+
+
+def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
+    """Without what helps training only (auxiliary losses, dropped tokens)."""
+    fields = {name: value for name, value in vars(moe).items() if name not in _MOE_ELSEWHERE}
+    return fields | dict(
+        num_moe_experts=moe.num_experts,
+        moe_layer_freq=list(moe.moe_layer_freq),
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="allgather",
+    )
+
+
+# Under another name in TransformerConfig, or not in it.
+_MOE_ELSEWHERE = ("num_experts", "moe_layer_freq", "moe_router_group_score_topk")
+
+
+def local_layer_spec(config: ModelConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Layers of Megatron's own modules, without TransformerEngine.
+
+    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training, and with MLA, for which Megatron has
+    none without TransformerEngine, :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
+
+    Returns:
+        One layer's spec where all layers are alike, else a block's.
+    """
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+    if config.moe is None:
+        return _one_layer_spec(config, None)
+    kinds = {0: _one_layer_spec(config, None), 1: _one_layer_spec(config, config.moe.num_experts)}
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[freq] for freq in config.moe.moe_layer_freq],
+        layer_norm=kinds[0].submodules.input_layernorm,
+    )
+
+
+def _one_layer_spec(config: ModelConfig, num_experts: int | None) -> ModuleSpec:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    from megatron_dcp.core_attention import SDPACoreAttention
+
     with _quiet_megatron():
-        return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        spec = get_gpt_layer_local_spec(
+            num_experts=num_experts,
+            qk_layernorm=config.qk_layernorm or config.mla is not None,
+            multi_latent_attention=config.mla is not None,
+            normalization=config.normalization,
+        )
+    if config.mla is not None:
+        spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    return spec
 
 
 def build_model(
@@ -89,7 +174,7 @@ def build_model(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    layer_spec: ModuleSpec | None = None,
+    layer_spec: ModuleSpec | TransformerBlockSubmodules | None = None,
     **overrides: Any,
 ) -> GPTModel:
     """A ``GPTModel`` of this rank's shard, in eval mode, with uninitialised weights.
@@ -111,7 +196,7 @@ def build_model(
     tp = pg_collection.tp.size()
     config.check_tensor_parallel(tp)
     inv_freq = inverse_frequencies(config)
-    with megatron_on_cpu(), _quiet_megatron():
+    with megatron_on_cpu(), _quiet_megatron(), _without_te():
         model = GPTModel(
             config=transformer_config(config, tp=tp, dtype=dtype, **overrides),
             transformer_layer_spec=layer_spec or local_layer_spec(config),
@@ -124,6 +209,11 @@ def build_model(
             rotary_base=config.rotary_base,
             pg_collection=pg_collection,
         )
-    # Megatron hard-codes the constants of llama3 scaling; one table serves training forward and decode.
-    model.rotary_pos_emb.inv_freq = inv_freq.to(device)
-    return model.to(device=device, dtype=dtype).eval()
+    if config.mla is None:
+        # Megatron hard-codes the constants of llama3 scaling; one table serves training forward and decode.
+        model.rotary_pos_emb.inv_freq = inv_freq.to(device)
+    model = model.to(device=device, dtype=dtype).eval()
+    for module in model.modules():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias = module.expert_bias.float()  # decides between close scores; Megatron keeps it in fp32
+    return model

@@ -6,39 +6,56 @@ Shapes: ``T`` tokens, ``N`` heads, ``H`` head dim, ``R`` rotated dims (``R <= H`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
+
+_NEEDED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
 
 
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Inverse frequencies of the model's RoPE, fp32 ``[R/2]``, with its scaling applied.
 
-    Knows ``default`` (unscaled), ``linear`` (Chen et al. 2023) and ``llama3`` (Llama 3.1 model card).
+    Knows ``default`` (unscaled), ``linear`` (Chen et al. 2023), ``llama3`` (Llama 3.1 model card) and, for models with
+    MLA, ``yarn`` (Peng et al. 2023).
 
     Raises:
         ValueError: Any other ``rope_type``, or a scaling that lacks a parameter.
     """
-    rotated = int(config.kv_channels * config.rotary_percent)
-    inv_freq = 1.0 / (config.rotary_base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
     scaling = config.rope_scaling or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    if rope_type == "default":
-        return inv_freq
-    if rope_type not in ("linear", "llama3"):
-        raise ValueError(f"rope_type={rope_type!r} is not supported; supported are default, linear and llama3")
-    needed = ["factor"]
-    if rope_type == "llama3":
-        needed += ["low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-    missing = [name for name in needed if name not in scaling]
+    known = ("default", "linear", "llama3") if config.mla is None else ("default", "yarn")
+    if rope_type not in known:
+        kind = "models without MLA" if config.mla is None else "models with MLA"
+        raise ValueError(f"rope_type={rope_type!r} is not supported for {kind}; supported are {', '.join(known)}")
+    missing = [name for name in _NEEDED[rope_type] if name not in scaling]
     if missing:
         raise ValueError(f"rope_scaling of type {rope_type!r} lacks {', '.join(missing)}; it has {sorted(scaling)}")
+    if config.mla is None:
+        rotated = int(config.kv_channels * config.rotary_percent)
+    else:
+        rotated = config.mla.qk_pos_emb_head_dim
+    if rope_type == "yarn":
+        return YarnScaling.of(scaling).inverse_frequencies(rotated, config.rotary_base)
+    inv_freq = _unscaled(rotated, config.rotary_base)
     if rope_type == "linear":
         return inv_freq / scaling["factor"]
-    return _llama3(inv_freq, **{name: float(scaling[name]) for name in needed})
+    if rope_type == "llama3":
+        return _llama3(inv_freq, **{name: float(scaling[name]) for name in _NEEDED["llama3"]})
+    return inv_freq
+
+
+def _unscaled(rotated: int, base: float) -> Tensor:
+    return 1.0 / (base ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
 
 
 def _llama3(
@@ -53,6 +70,64 @@ def _llama3(
     turns = original_max_position_embeddings * inv_freq / (2 * math.pi)
     keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0)
     return inv_freq * (keep + (1.0 - keep) / factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023), with the two ``mscale`` factors of DeepSeek-V2.
+
+    Fast dimensions are kept, slow ones stretched by ``factor``, those between blended linearly by their index. The
+    defaults of ``mscale`` and ``mscale_all_dim`` are Megatron's, which come to the paper's own concentration.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @classmethod
+    def of(cls, scaling: dict[str, Any]) -> YarnScaling:
+        """From a ``rope_scaling`` in Hugging Face's names.
+
+        Raises:
+            ValueError: It has a parameter that is not known, and so would be ignored.
+        """
+        given = {name: value for name, value in scaling.items() if name not in ("rope_type", "type")}
+        known = {each.name for each in fields(cls)}
+        extra = {name: value for name, value in given.items() if name not in known}
+        if extra:
+            raise ValueError(f"yarn parameters {extra} are not supported; supported are {', '.join(sorted(known))}")
+        return cls(**given)
+
+    def inverse_frequencies(self, rotated: int, base: float) -> Tensor:
+        """fp32 ``[rotated / 2]``."""
+
+        def index_of(turns: float) -> float:
+            """The (fractional) dim that turns so many times over the original context."""
+            wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return rotated * math.log(wavelength) / (2 * math.log(base))
+
+        low = max(math.floor(index_of(self.beta_fast)), 0)
+        high = min(math.ceil(index_of(self.beta_slow)), rotated - 1)
+        steps = torch.arange(rotated // 2, dtype=torch.float32)
+        stretched = ((steps - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+        inv_freq = _unscaled(rotated, base)
+        return inv_freq * (1.0 - stretched) + inv_freq / self.factor * stretched
+
+    @property
+    def concentration(self) -> float:
+        """What cosine and sine are multiplied with."""
+        return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the scale of the scores is multiplied with."""
+        return self._mscale(self.mscale_all_dim) ** 2
+
+    def _mscale(self, mscale: float) -> float:
+        return 1.0 if self.factor <= 1 else 0.1 * mscale * math.log(self.factor) + 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron_dcp import parallel_state
 from megatron_dcp._cpu import megatron_on_cpu
 from megatron_dcp._mcore import build_model
-from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig
+from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.runner import ModelRunner
+from megatron_dcp.model_config import ModelConfig
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, check_within_tp_bound
+from megatron_dcp.config import CacheConfig, EngineConfig, ParallelConfig, check_within_tp_bound
+from megatron_dcp.model_config import ModelConfig
 
 MODEL = ModelConfig(
     num_layers=1,

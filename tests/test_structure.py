@@ -17,7 +17,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
 # Left to right: a module imports what stands left of it, and its own part; parts of one level are strangers.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics", "merge"),
-    ("rank_groups", "distributed", "rope"),
+    ("rank_groups", "distributed", "model_config", "core_attention"),
+    ("rope",),
     ("_cpu", "_mcore"),
     ("parallel_state",),
     ("cache", "attention", "comm"),
@@ -34,6 +35,7 @@ MAY_IMPORT_MEGATRON = ("parallel_state.py", "_mcore.py", "layers/", "checkpoint/
 OPTIONAL = ("transformer_engine", "flash_attn", "flash_attn_interface", "flashinfer", "flash_mla", "triton", "cudnn")
 WITHOUT_TORCH = (
     "config.py",
+    "model_config.py",
     "metrics.py",
     "rank_groups.py",
     "cache/layout.py",

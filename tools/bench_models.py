@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_dcp.attention.base import AttentionBatch
-from megatron_dcp.config import CacheConfig, EngineConfig, ModelConfig
+from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.metrics import Metrics
+from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.rope import RotaryTable, inverse_frequencies, rotate
 
 PERIOD = 1024  # random keys and values repeat after so many positions (then rotated by position)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_dcp import build_model, default_device, megatron_on_cpu, parallel_state
 from megatron_dcp.checkpoint.families import family_of
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 
 class MegatronStatic(Contender):

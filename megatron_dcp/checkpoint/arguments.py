@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dcp.checkpoint.names import VOCAB_DIVISIBLE_BY
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 # Arguments of Megatron-LM that change the model in a way that `ModelConfig` cannot say, and the values that do not.
 _OFF: dict[str, tuple[Any, ...]] = {

@@ -30,7 +30,7 @@ from megatron_dcp.checkpoint.files import Location
 from megatron_dcp.checkpoint.names import layer_name, local_name, shard_ranges, split_layer_name
 from megatron_dcp.checkpoint.safe import load_metadata, load_torch
 from megatron_dcp.checkpoint.source import Source, check_tensors
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 COMMON = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"

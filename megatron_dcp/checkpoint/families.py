@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_dcp.checkpoint.names import fit_vocab, model_tensors, split_layer_name
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 Shape = tuple[int, ...]
 

@@ -16,7 +16,7 @@ from megatron_dcp.checkpoint.families import Row, family_of
 from megatron_dcp.checkpoint.files import HF_CONFIG, Location
 from megatron_dcp.checkpoint.hf_config import config_from_hf, config_to_hf, read_json
 from megatron_dcp.checkpoint.source import Source, check_tensors
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ import torch
 
 from megatron_dcp.checkpoint.families import FAMILIES, Family, family_of
 from megatron_dcp.checkpoint.names import padded_vocab_size
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.rope import inverse_frequencies
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

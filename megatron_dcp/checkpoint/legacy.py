@@ -18,7 +18,7 @@ from megatron_dcp.checkpoint.files import Location
 from megatron_dcp.checkpoint.names import TensorSpec, join, layer_name, local_name, split_layer_name
 from megatron_dcp.checkpoint.safe import load_torch
 from megatron_dcp.checkpoint.source import Source, check_tensors
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 _FILE = "model_optim_rng.pt"
 

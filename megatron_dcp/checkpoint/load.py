@@ -15,7 +15,7 @@ from megatron_dcp.checkpoint.legacy import read_legacy_config
 from megatron_dcp.checkpoint.names import padded_vocab_size
 from megatron_dcp.checkpoint.source import Source
 from megatron_dcp.comm.consensus import agree, same_on_all
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -16,7 +16,7 @@ from megatron_dcp.checkpoint.dist import COMMON
 from megatron_dcp.checkpoint.dist_write import CHECKPOINT_VERSION, Writer
 from megatron_dcp.checkpoint.files import COMPANIONS, TRACKER, iteration_dir, new_directory
 from megatron_dcp.comm.consensus import agree
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

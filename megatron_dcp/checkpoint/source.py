@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_dcp.checkpoint.files import Location
 from megatron_dcp.checkpoint.names import TensorSpec, fit_vocab, model_tensors, shard
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 _SHOWN = 3
 

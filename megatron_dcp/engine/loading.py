@@ -11,7 +11,8 @@ from torch import distributed
 from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import load_model, read_config
 from megatron_dcp.comm.consensus import agree
-from megatron_dcp.config import DcpLayout, ModelConfig, check_within_tp_bound
+from megatron_dcp.config import DcpLayout, check_within_tp_bound
+from megatron_dcp.model_config import ModelConfig
 
 
 def initialize_groups(tp: int | None, dcp: int | None, layout: DcpLayout | None) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from torch import Tensor
 
+from megatron_dcp.core_attention import SDPACoreAttention
 from megatron_dcp.layers.block import DCPTransformerLayer, is_plain
 from megatron_dcp.layers.gqa import DCPSelfAttention
 from megatron_dcp.layers.linear import DCPColumnParallelLinear, DCPRowParallelLinear
@@ -118,25 +117,6 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
         yield "context_parallel_size", config.context_parallel_size, "use decode_context_parallel_size instead"
     if config.pipeline_model_parallel_size > 1:
         yield "pipeline_model_parallel_size", config.pipeline_model_parallel_size, "pipelines are not there yet; use 1"
-
-
-class SDPACoreAttention(torch.nn.Module):
-    """Causal core attention by ``torch.nn.functional.scaled_dot_product_attention``: trains on a CPU, fast.
-
-    Megatron's own ``DotProductAttention`` writes out every ``[s, s]`` score matrix and asks for a GPU.
-    """
-
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
-        super().__init__()
-        self.softmax_scale = softmax_scale
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Attention ``[s, b, N * H]`` of ``query [s, b, N, H]`` over ``key`` and ``value`` ``[s, b, K, H]``."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        shared = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale)
-        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def sdpa_layer_spec(spec: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dcp.checkpoint.arguments import args_from_config, config_from_args
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 
 CONFIG = ModelConfig(
     num_layers=2,

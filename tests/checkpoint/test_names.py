@@ -7,7 +7,7 @@ import torch
 
 from megatron_dcp.checkpoint.families import FAMILIES, QKV, GateUp
 from megatron_dcp.checkpoint.names import TensorSpec, fit_vocab, join, model_tensors, padded_vocab_size, shard
-from megatron_dcp.config import ModelConfig
+from megatron_dcp.model_config import ModelConfig
 from workers import run_on_ranks
 
 CONFIG = ModelConfig(
