@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,18 +38,32 @@ def _quiet_megatron() -> Iterator[None]:
 
 @contextmanager
 def _without_te() -> Iterator[None]:
-    """Let Megatron-Core 0.16 build MLA and run routers without TransformerEngine, whose names it then lacks."""
+    """Let Megatron-Core build MLA and run routers without TransformerEngine, whose names 0.16 then lacks."""
     from megatron.core.transformer import multi_latent_attention as mla
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # for good: a router asks for it at every step
-    have_te = mla.HAVE_TE
-    mla.HAVE_TE = have_te and isinstance(mla.TELinear, type)
+    before = {name: getattr(mla, name) for name in ("HAVE_TE", "QKNormConfigResolver") if hasattr(mla, name)}
+    mla.HAVE_TE = mla.HAVE_TE and isinstance(mla.TELinear, type)
+    if "QKNormConfigResolver" in before:
+        mla.QKNormConfigResolver = _NormsOfTheSpec
     try:
         yield
     finally:
-        mla.HAVE_TE = have_te
+        for name, value in before.items():
+            setattr(mla, name, value)
+
+
+class _NormsOfTheSpec:
+    """In place of Megatron-Core 0.19's rule, which refuses a norm on the latent where queries have none (V2-Lite)."""
+
+    def __init__(self, config: Any, submodules: Any) -> None:
+        self._submodules = submodules
+
+    def resolve(self) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(self._submodules, name) for name in names}
 
 
 def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **overrides: Any) -> TransformerConfig:
@@ -124,6 +140,7 @@ def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
         moe_token_dispatcher_type="allgather",
+        moe_router_dtype="fp32",
     )
 
 
@@ -144,27 +161,33 @@ def local_layer_spec(config: ModelConfig) -> ModuleSpec | TransformerBlockSubmod
 
     if config.moe is None:
         return _one_layer_spec(config, None)
-    kinds = {0: _one_layer_spec(config, None), 1: _one_layer_spec(config, config.moe.num_experts)}
+    kinds = {0: _one_layer_spec(config, None), 1: _one_layer_spec(config, config.moe)}
     return TransformerBlockSubmodules(
         layer_specs=[kinds[freq] for freq in config.moe.moe_layer_freq],
         layer_norm=kinds[0].submodules.input_layernorm,
     )
 
 
-def _one_layer_spec(config: ModelConfig, num_experts: int | None) -> ModuleSpec:
+def _one_layer_spec(config: ModelConfig, moe: MoEConfig | None) -> ModuleSpec:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megatron_dcp.core_attention import SDPACoreAttention
 
     with _quiet_megatron():
         spec = get_gpt_layer_local_spec(
-            num_experts=num_experts,
+            num_experts=moe and moe.num_experts,
             qk_layernorm=config.qk_layernorm or config.mla is not None,
             multi_latent_attention=config.mla is not None,
             normalization=config.normalization,
         )
     if config.mla is not None:
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+    if moe is not None and moe.group_score_topk != moe.megatron_group_score_topk:
+        from megatron_dcp.router import GroupedTopKRouter
+
+        experts = spec.submodules.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
+        submodules = experts.keywords["submodules"] if isinstance(experts, partial) else experts.submodules
+        submodules.router = partial(GroupedTopKRouter, group_score_topk=moe.group_score_topk)
     return spec
 
 
@@ -195,11 +218,18 @@ def build_model(
 
     tp = pg_collection.tp.size()
     config.check_tensor_parallel(tp)
+    if config.moe is not None:
+        ep, expert_tp = pg_collection.ep.size(), pg_collection.expt_tp.size()
+        config.check_expert_parallel(ep, expert_tp)
+        overrides = dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp) | overrides
     inv_freq = inverse_frequencies(config)
+    spec = layer_spec or local_layer_spec(config)
+    if config.mla is not None and config.mla.q_lora_rank is None:
+        spec = _with_q_proj_on(spec, pg_collection.tp)
     with megatron_on_cpu(), _quiet_megatron(), _without_te():
         model = GPTModel(
             config=transformer_config(config, tp=tp, dtype=dtype, **overrides),
-            transformer_layer_spec=layer_spec or local_layer_spec(config),
+            transformer_layer_spec=spec,
             vocab_size=config.padded_vocab_size,
             max_sequence_length=config.max_position_embeddings,
             parallel_output=True,
@@ -217,3 +247,15 @@ def build_model(
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias = module.expert_bias.float()  # decides between close scores; Megatron keeps it in fp32
     return model
+
+
+def _with_q_proj_on(spec: Any, tp_group: Any) -> Any:
+    """A copy of the spec whose ``linear_q_proj`` is split over ``tp_group``: Megatron hands it no group."""
+    from megatron.core.transformer import ModuleSpec
+
+    spec = copy.deepcopy(spec)
+    for layer in getattr(spec, "layer_specs", None) or [spec]:
+        submodules = layer.submodules.self_attention.submodules
+        if isinstance(submodules.linear_q_proj, type):  # layers of one kind share their spec
+            submodules.linear_q_proj = ModuleSpec(submodules.linear_q_proj, params={"tp_group": tp_group})
+    return spec

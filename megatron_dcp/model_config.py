@@ -116,9 +116,12 @@ class MoEConfig:
     @property
     def group_score_topk(self) -> int:
         """``moe_router_group_score_topk`` with Megatron's rule filled in; 0 without groups."""
-        if self.moe_router_group_topk is None:
-            return 0
-        return self.moe_router_group_score_topk or self.moe_router_topk // self.moe_router_group_topk
+        return self.moe_router_group_score_topk or self.megatron_group_score_topk
+
+    @property
+    def megatron_group_score_topk(self) -> int:
+        """How many experts Megatron's own router sums up for a group's score."""
+        return 0 if self.moe_router_group_topk is None else self.moe_router_topk // self.moe_router_group_topk
 
 
 @dataclass(frozen=True, kw_only=True)

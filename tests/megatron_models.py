@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron_dcp import parallel_state
 from megatron_dcp._cpu import megatron_on_cpu
 from megatron_dcp._mcore import build_model
+from megatron_dcp.checkpoint import names
 from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.runner import ModelRunner
@@ -39,44 +41,45 @@ def tiny_config(**changes: Any) -> ModelConfig:
 def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of the whole model by Megatron name; norms and biases far from their trivial values."""
     generator = torch.Generator().manual_seed(seed)
-    groups = single_rank_groups()
     state = {}
-    for name, value in build_model(config, groups).state_dict().items():
-        if value is None or not isinstance(value, Tensor):
-            continue
-        noise = torch.randn(value.shape, generator=generator)
+    for name, spec in names.model_tensors(config).items():
+        noise = torch.randn(spec.shape, generator=generator)
         state[name] = (
-            1 + 0.3 * noise if "norm" in name else noise * (value.shape[-1] ** -0.5 if value.dim() > 1 else 0.3)
+            1 + 0.3 * noise if "norm" in name else noise * (spec.shape[-1] ** -0.5 if noise.dim() > 1 else 0.3)
         )
     return state
 
 
-def shard(config: ModelConfig, state: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]:
-    """The part of ``state`` that TP rank ``rank`` of ``tp`` holds, by Megatron's rules."""
+def shard(config: ModelConfig, state: dict[str, Tensor], groups: Any) -> dict[str, Tensor]:
+    """The part of ``state`` that this rank holds, under the names of its model: experts are numbered from 0."""
     shards = {}
-    for name, value in state.items():
-        if "linear_fc1" in name:
-            shards[name] = torch.cat([part.chunk(tp)[rank] for part in value.chunk(2 if config.swiglu else 1)])
-        elif "linear_qkv" in name or "embedding" in name or "output_layer" in name:
-            shards[name] = value.chunk(tp)[rank]
-        elif "linear_proj.weight" in name or "linear_fc2.weight" in name:
-            shards[name] = value.chunk(tp, dim=1)[rank]
-        else:
-            shards[name] = value
-    return {name: value.clone() for name, value in shards.items()}
+    for name, spec in names.model_tensors(config).items():
+        own_name = _own_name(config, name, groups.ep)
+        if own_name is not None:
+            group = groups.expt_tp if spec.expert else groups.tp
+            shards[own_name] = names.shard(state[name], spec, group.size(), group.rank()).clone()
+    return shards
 
 
-def whole_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> Any:
+def _own_name(config: ModelConfig, name: str, ep: Any) -> str | None:
+    """What an expert parallel rank calls a tensor of the whole model; ``None``: it belongs to another rank's expert."""
+    match = re.fullmatch(r"(.+\.local_experts\.)(\d+)(\..+)", name)
+    if match is None or config.moe is None:
+        return name
+    count = config.moe.num_experts // ep.size()
+    rank, local = divmod(int(match[2]), count)
+    return f"{match[1]}{local}{match[3]}" if rank == ep.rank() else None
+
+
+def whole_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32, **kw: Any) -> Any:
     """The oracle: Megatron's own modules, on this rank alone."""
-    return _fill(build_model(config, single_rank_groups(), dtype=dtype), state)
+    return _fill(build_model(config, single_rank_groups(), dtype=dtype, **kw), state)
 
 
 def sharded_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32, **kw: Any) -> Any:
     """This rank's shard, over the groups of ``parallel_state``."""
     groups = parallel_state.get_process_group_collection()
-    return _fill(
-        build_model(config, groups, dtype=dtype, **kw), shard(config, state, groups.tp.rank(), groups.tp.size())
-    )
+    return _fill(build_model(config, groups, dtype=dtype, **kw), shard(config, state, groups))
 
 
 def training_logits(model: Any, tokens: list[int]) -> Tensor:
@@ -138,7 +141,8 @@ def forced_logits(
 def single_rank_groups() -> Any:
     """Process groups of this rank alone (a collective call)."""
     own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    return ProcessGroupCollection(tp=own, pp=own, cp=own, embd=None, dp=own, dp_cp=own, ep=own, expt_tp=own)
+    names_of_groups = ("tp", "pp", "cp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "ep", "expt_tp", "tp_ep", "expt_dp")
+    return ProcessGroupCollection(embd=None, **dict.fromkeys(names_of_groups, own))
 
 
 def _fill(model: Any, state: dict[str, Tensor]) -> Any:

@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics", "merge"),
     ("rank_groups", "distributed", "model_config", "core_attention"),
-    ("rope",),
+    ("rope", "router"),
     ("_cpu", "_mcore"),
     ("parallel_state",),
     ("cache", "attention", "comm"),
@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 # _mcore builds a model under the shim of _cpu.
 SAME_LEVEL = {("_mcore", "_cpu")}
-MAY_IMPORT_MEGATRON = ("parallel_state.py", "_mcore.py", "layers/", "checkpoint/")
+MAY_IMPORT_MEGATRON = ("parallel_state.py", "_mcore.py", "router.py", "layers/", "checkpoint/")
 OPTIONAL = ("transformer_engine", "flash_attn", "flash_attn_interface", "flashinfer", "flash_mla", "triton", "cudnn")
 WITHOUT_TORCH = (
     "config.py",

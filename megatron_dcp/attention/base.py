@@ -118,6 +118,7 @@ class AttentionBackend(ABC, Generic[PlanT]):
         dtype: torch.dtype,
         device: torch.device,
         v_dim: int | None = None,
+        v_in_k: bool = False,
     ) -> PlanT:
         """Everything about a step that all layers share, worked out once.
 
@@ -129,6 +130,8 @@ class AttentionBackend(ABC, Generic[PlanT]):
             dtype: Of the pool.
             device: Of the pool.
             v_dim: Dim of the values; ``None``: ``head_dim``.
+            v_in_k: The values are the first ``v_dim`` dims of the keys, in the same memory (MLA's latent): they need
+                not be read a second time.
         """
 
     @abstractmethod

@@ -54,6 +54,7 @@ class SDPAPlan:
     Attributes:
         singles, chunks, padded: Units of one query token, of several, and of one each of several sequences.
         single_tokens: Flat query tokens of ``singles``, int64.
+        v_in_k: The values are the keys' first dims.
         blind: Some token sees no key on this rank.
     """
 
@@ -63,6 +64,7 @@ class SDPAPlan:
     single_tokens: Tensor
     kernel: Kernel
     blind: bool
+    v_in_k: bool
 
 
 class SDPABackend(AttentionBackend[SDPAPlan]):
@@ -95,15 +97,17 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         dtype: torch.dtype,
         device: torch.device,
         v_dim: int | None = None,
+        v_in_k: bool = False,
     ) -> SDPAPlan:
         v_dim = head_dim if v_dim is None else v_dim
         assert heads % kv_heads == 0, (heads, kv_heads)
         fits = device.type == "cpu" and v_dim == head_dim
         group = heads // kv_heads
-        key_bytes = kv_heads * (head_dim + v_dim) * 4
+        key_bytes = kv_heads * (head_dim if v_in_k else head_dim + v_dim) * 4
         tokens = max(1, MAX_ROWS // group)
         work_keys = max(1, WORK_BYTES // key_bytes)
-        call_keys = work_keys if dtype != torch.float32 else None
+        # A latent is read by two products: in parts that stay in the CPU's cache for the second one.
+        call_keys = work_keys if dtype != torch.float32 or v_in_k else None
         if not fits:
             rows = min(tokens, max(batch.q_lens, default=1)) * group
             by_scores = max(1, WORK_BYTES // (kv_heads * rows * 4))
@@ -129,6 +133,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             single_tokens=torch.tensor([unit.first for unit in singles], dtype=torch.int64, device=device),
             kernel=fused if fits else plain,
             blind=0 in batch.visible,
+            v_in_k=v_in_k,
         )
 
     @torch.no_grad()
@@ -146,7 +151,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         for unit in plan.padded:
             assert unit.tokens is not None
             (piece,) = unit.pieces
-            k_BKCH, v_BKCV = self._read(pool, piece)
+            k_BKCH, v_BKCV = self._read(pool, piece, plan.v_in_k)
             q_BKGH = q_TKGH.index_select(0, unit.tokens)
             out, lse = plan.kernel(q_BKGH, k_BKCH, v_BKCV, piece.mask, scale)
             out_TKGV.index_copy_(0, unit.tokens, out)
@@ -154,7 +159,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         for unit in plan.chunks:
             own = slice(unit.first, unit.stop)
             q_1KRH = q_TKGH[own].transpose(0, 1).flatten(1, 2).unsqueeze(0)
-            out, lse = self._attend_unit(q_1KRH, pool, unit, plan.kernel, scale)
+            out, lse = self._attend_unit(q_1KRH, pool, unit, plan, scale)
             by_token = (unit.stop - unit.first, q_TKGH.shape[2])
             out_TKGV[own] = out[0].unflatten(1, by_token).transpose(0, 1)
             lse_TKG[own] = lse[0].unflatten(1, by_token).transpose(0, 1)
@@ -162,7 +167,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             every = len(plan.singles) == len(q_TKGH)  # decode: one unit for every token, in order
             rows = (q_TKGH if every else q_TKGH.index_select(0, plan.single_tokens)).split(1)
             partials = [
-                self._attend_unit(q_1KRH, pool, unit, plan.kernel, scale)
+                self._attend_unit(q_1KRH, pool, unit, plan, scale)
                 for q_1KRH, unit in zip(rows, plan.singles, strict=True)
             ]
             out_SKGV, lse_SKG = (torch.cat(parts) for parts in zip(*partials, strict=True))
@@ -173,16 +178,16 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         return out_TKGV.flatten(1, 2), lse_TKG.flatten(1, 2)
 
     def _attend_unit(
-        self, q_1KRH: Tensor, pool: Pool, unit: Unit, kernel: Kernel, scale: float
+        self, q_1KRH: Tensor, pool: Pool, unit: Unit, plan: SDPAPlan, scale: float
     ) -> tuple[Tensor, Tensor]:
         merged: tuple[Tensor, Tensor] | None = None
         for piece in unit.pieces:
-            k_BKCH, v_BKCV = self._read(pool, piece)
+            k_BKCH, v_BKCV = self._read(pool, piece, plan.v_in_k)
             skip = piece.skip * q_1KRH.shape[2] // (unit.stop - unit.first)
             q_BKRH = q_1KRH[:, :, skip:] if skip else q_1KRH
             if piece.parts > 1:
                 q_BKRH = q_BKRH.expand(piece.parts, -1, -1, -1)
-            out, lse = kernel(q_BKRH, k_BKCH, v_BKCV, piece.mask, scale)
+            out, lse = plan.kernel(q_BKRH, k_BKCH, v_BKCV, piece.mask, scale)
             if piece.parts > 1:
                 out, lse = (x.unsqueeze(0) for x in merge_partials(out, lse))
             if merged is None:
@@ -192,15 +197,16 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         assert merged is not None
         return merged
 
-    def _read(self, pool: Pool, piece: Piece) -> tuple[Tensor, Tensor]:
+    def _read(self, pool: Pool, piece: Piece, v_in_k: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of a piece as ``[B, K, C, H]`` and ``[B, K, C, V]`` in fp32: views of the pool, or copied."""
         k_1KSH, v_1KSV = pool
         if isinstance(piece.keys, tuple) and k_1KSH.dtype == torch.float32:
             k, v = k_1KSH.narrow(2, *piece.keys), v_1KSV.narrow(2, *piece.keys)
         else:
             k_size, v_size = (x.shape[1] * piece.length * x.shape[3] for x in pool)
-            k_flat, v_flat = self._workspace(k_size + v_size, k_1KSH.device).split((k_size, v_size))
-            k, v = _copy(k_1KSH, piece, k_flat), _copy(v_1KSV, piece, v_flat)
+            work = self._workspace(k_size if v_in_k else k_size + v_size, k_1KSH.device)
+            k = _copy(k_1KSH, piece, work[:k_size])
+            v = k[..., : v_1KSV.shape[3]] if v_in_k else _copy(v_1KSV, piece, work[k_size:])
         if piece.parts == 1:
             return k, v
         by_part = (piece.parts, piece.length // piece.parts)

@@ -3,6 +3,8 @@
 Shapes: ``S`` slots of the pool (``num_blocks * block_size``), ``t`` tokens written, ``K`` KV heads of this rank,
 ``H`` head dim of the keys, ``V`` head dim of the values.
 
+Of a latent cache (MLA) the values are the first ``V`` dims of the keys: they are stored once.
+
 Physical block ``b`` is the slots ``[b * block_size, (b + 1) * block_size)`` of every layer. Keys are written already
 rotated by their global positions.
 """
@@ -22,10 +24,17 @@ SlotOrder = Literal["slots_first", "heads_first"]
 
 
 def bytes_per_block(
-    *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, v_dim: int | None = None, dtype: torch.dtype
+    *,
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_dim: int | None = None,
+    v_in_k: bool = False,
+    dtype: torch.dtype,
 ) -> int:
     """Bytes that one physical block takes on one rank: keys and values of all layers."""
-    width = head_dim + (head_dim if v_dim is None else v_dim)
+    width = head_dim if v_in_k else head_dim + (head_dim if v_dim is None else v_dim)
     return num_layers * block_size * num_kv_heads * width * dtype.itemsize
 
 
@@ -37,6 +46,7 @@ def blocks_in(
     num_kv_heads: int,
     head_dim: int,
     v_dim: int | None = None,
+    v_in_k: bool = False,
     dtype: torch.dtype,
 ) -> int:
     """Whole blocks that fit into ``num_bytes`` on one rank.
@@ -50,6 +60,7 @@ def blocks_in(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         v_dim=v_dim,
+        v_in_k=v_in_k,
         dtype=dtype,
     )
     if num_bytes < one:
@@ -74,11 +85,13 @@ class KVPool:
         num_kv_heads: KV heads of this rank.
         head_dim: ``H``.
         v_dim: ``V``; ``None``: as ``head_dim``.
+        v_in_k: The values are the first ``V <= H`` dims of the keys and take no memory of their own.
         order: How a layer lies in memory. ``slots_first``: ``[S, K, H]``, a token's heads side by side;
             ``heads_first``: ``[K, S, H]``, a head's tokens side by side. ``layer`` gives the same shapes for both.
 
     Raises:
-        ValueError: A size is below 1, the order is unknown, or the device has not enough memory.
+        ValueError: A size is below 1, ``V`` of a shared cache is above ``H``, the order is unknown, or the device has
+            not enough memory.
     """
 
     def __init__(
@@ -90,6 +103,7 @@ class KVPool:
         head_dim: int,
         v_dim: int | None = None,
         *,
+        v_in_k: bool = False,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         order: SlotOrder = "slots_first",
@@ -106,19 +120,24 @@ class KVPool:
         for name, size in sizes.items():
             check_at_least(name, size, 1)
         check_choice("order", order, get_args(SlotOrder))
+        if v_in_k and v_dim > head_dim:
+            raise ValueError(f"v_dim={v_dim} is above head_dim={head_dim}; values that are part of the keys cannot be")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size
         self.dtype = dtype
         self.order = order
+        self.v_in_k = v_in_k
         per_head = self.num_slots * num_kv_heads
+        width = head_dim if v_in_k else head_dim + v_dim
         self._layers: list[tuple[Tensor, Tensor]] = []
         # Made under inference_mode, the tensors could never be written outside it.
         with torch.inference_mode(False):
-            self._buffer = _allocate(num_layers * per_head * (head_dim + v_dim), dtype, torch.device(device))
+            self._buffer = _allocate(num_layers * per_head * width, dtype, torch.device(device))
             for layer in self._buffer.chunk(num_layers):
-                k, v = layer.split([per_head * head_dim, per_head * v_dim])
-                self._layers.append((self._by_slot(k, num_kv_heads), self._by_slot(v, num_kv_heads)))
+                k_SKH = self._by_slot(layer[: per_head * head_dim], num_kv_heads)
+                v_SKV = k_SKH[..., :v_dim] if v_in_k else self._by_slot(layer[per_head * head_dim :], num_kv_heads)
+                self._layers.append((k_SKH, v_SKV))
 
     @property
     def bytes(self) -> int:
@@ -129,14 +148,14 @@ class KVPool:
         """``(k_SKH, v_SKV)`` of a layer: views of the pool, contiguous only for ``order="slots_first"``."""
         return self._layers[index]
 
-    def write(self, index: int, slot_t: Tensor, k_tKH: Tensor, v_tKV: Tensor) -> None:
+    def write(self, index: int, slot_t: Tensor, k_tKH: Tensor, v_tKV: Tensor | None = None) -> None:
         """Write the keys and values of ``t >= 0`` tokens of a layer to their slots, in the pool's dtype.
 
         Args:
             index: Layer of this rank.
             slot_t: Slots, int64 ``[t]``, on the pool's device, each at most once.
             k_tKH: Rotated keys.
-            v_tKV: Values.
+            v_tKV: Values; none for a pool with ``v_in_k``.
 
         Raises:
             IndexError: On a CPU, a slot that the pool does not have; a GPU stops with a device-side assertion.
@@ -145,7 +164,9 @@ class KVPool:
         # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end. Without detach
         # the pool would keep the autograd graph of a model that is being trained.
         k_SKH.index_copy_(0, slot_t, k_tKH.detach().to(self.dtype))
-        v_SKV.index_copy_(0, slot_t, v_tKV.detach().to(self.dtype))
+        assert (v_tKV is None) == self.v_in_k, "values are part of the keys, or they are given"
+        if v_tKV is not None:
+            v_SKV.index_copy_(0, slot_t, v_tKV.detach().to(self.dtype))
 
     def _by_slot(self, flat: Tensor, num_kv_heads: int) -> Tensor:
         if self.order == "slots_first":

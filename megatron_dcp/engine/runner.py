@@ -19,10 +19,19 @@ from megatron_dcp.cache.pool import KVPool, blocks_in
 from megatron_dcp.comm.exchange import gather_heads, get_exchange
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
 from megatron_dcp.engine.batch import StepBatch
-from megatron_dcp.layers import DCPContext, StepPlan, enable_dcp
+from megatron_dcp.layers import (
+    AttentionShape,
+    DCPContext,
+    LatentShape,
+    StepPlan,
+    cached_kv_heads,
+    check_expert_groups,
+    enable_dcp,
+    plan_latent,
+    rotary_table,
+)
 from megatron_dcp.metrics import Metrics
 from megatron_dcp.parallel_state import get_parallel_config
-from megatron_dcp.rope import RotaryTable
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,9 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.metrics = metrics
         config = self.model.config
-        check_within_tp_bound(get_parallel_config(), config.num_query_groups)
+        if config.num_moe_experts:
+            check_expert_groups(groups)
+        check_within_tp_bound(get_parallel_config(), cached_kv_heads(config))
         self.rank: int = groups.dcp.rank()
         self.layout = KVLayout(
             dcp_size=groups.dcp.size(), interleave=cache.kv_interleave_size, block_size=cache.block_size
@@ -96,18 +107,17 @@ class ModelRunner:
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
         layers = self.model.decoder.layers
-        self.kv_heads = max(1, config.num_query_groups // groups.tp.size())
-        self.heads = config.num_attention_heads // groups.tp.size()
-        if groups.dcp_layout == "within_tp":
-            self.heads *= groups.dcp.size()
+        self.shape = AttentionShape.of(config, groups)
+        self.latent = LatentShape.of(config, groups) if config.multi_latent_attention else None
         self.backend, self.backend_reason = choose_backend(
             engine.backend,
-            head_dim=config.kv_channels,
-            v_dim=config.kv_channels,
+            head_dim=self.shape.head_dim,
+            v_dim=self.shape.v_dim,
             dtype=self.dtype,
             device=self.device,
         )
-        self.pool = _make_pool(cache, len(layers), self.kv_heads, config.kv_channels, self.backend, parameter)
+        self.pool = _make_pool(cache, len(layers), self.shape, self.backend, parameter)
+        self.rotary = rotary_table(self.model)
         self.context = DCPContext(
             max_batch_size=engine.max_num_seqs,
             max_sequence_length=max_sequence_length,
@@ -116,13 +126,8 @@ class ModelRunner:
             groups=groups,
             backend=self.backend,
             exchange=get_exchange(engine.exchange_for(groups.dcp_layout)),
-            rotary_interleaved=config.rotary_interleaved,
+            rotary_interleaved=self.rotary is not None and self.rotary.interleaved,
             metrics=metrics,
-        )
-        rotary = getattr(self.model, "rotary_pos_emb", None)
-        self.rotary = rotary and RotaryTable(
-            inv_freq=rotary.inv_freq.to(self.device) / (rotary.seq_len_interpolation_factor or 1.0),
-            interleaved=config.rotary_interleaved,
         )
 
     @property
@@ -164,14 +169,19 @@ class ModelRunner:
             sin_T1R=sin,
             owned_t=None if every else torch.from_numpy(places.owned_t).to(self.device),
             slots_t=torch.from_numpy(places.slots_t).to(self.device),
-            attention=self.backend.plan(
-                attention,
-                heads=self.heads,
-                kv_heads=self.kv_heads,
-                head_dim=self.model.config.kv_channels,
-                dtype=self.dtype,
-                device=self.device,
-            ),
+            attention=self._plan_attention(attention),
+        )
+
+    def _plan_attention(self, batch: AttentionBatch) -> Any:
+        if self.latent is not None:
+            return plan_latent(batch, self.latent, self.backend, dtype=self.dtype, device=self.device)
+        return self.backend.plan(
+            batch,
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+            device=self.device,
         )
 
     def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
@@ -188,15 +198,9 @@ class ModelRunner:
 
 
 def _make_pool(
-    cache: CacheConfig, num_layers: int, kv_heads: int, head_dim: int, backend: Any, parameter: Tensor
+    cache: CacheConfig, num_layers: int, attention: AttentionShape, backend: Any, parameter: Tensor
 ) -> KVPool:
-    shape: dict[str, Any] = dict(
-        num_layers=num_layers,
-        block_size=cache.block_size,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=parameter.dtype,
-    )
+    shape = dict(num_layers=num_layers, block_size=cache.block_size, dtype=parameter.dtype, **attention.cache)
     if cache.bytes_per_rank is not None:
         num_blocks = blocks_in(cache.bytes_per_rank, **shape)
     else:

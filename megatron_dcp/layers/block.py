@@ -9,10 +9,12 @@ from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_dcp.layers.context import DCPContext
+from megatron_dcp.layers.moe import DCPMoELayer
 
 
 class DCPTransformerLayer(TransformerLayer):
@@ -29,15 +31,18 @@ class DCPTransformerLayer(TransformerLayer):
             return super().forward(*args, **kwargs)
         x_T1h: Tensor = kwargs["hidden_states"] if not args else args[0]
         x_T1h = _add(x_T1h, *self.self_attention(self.input_layernorm(x_T1h), None, inference_context=ctx))
-        return _add(x_T1h, *self.mlp(self.pre_mlp_layernorm(x_T1h))), None
+        normed_T1h = self.pre_mlp_layernorm(x_T1h)
+        if isinstance(self.mlp, DCPMoELayer):
+            return x_T1h + self.mlp.decode(normed_T1h, ctx), None
+        return _add(x_T1h, *self.mlp(normed_T1h)), None
 
 
 def is_plain(layer: Any) -> bool:
-    """Whether the layer's equation is norm, attention, add, norm, MLP, add: no cross-attention, no experts."""
+    """Whether the layer's equation is norm, attention, add, norm, MLP or experts, add: no cross-attention."""
     return (
         isinstance(layer.cross_attention, IdentityOp)
         and isinstance(layer.pre_cross_attn_layernorm, IdentityOp)
-        and isinstance(layer.mlp, MLP)
+        and isinstance(layer.mlp, MLP | MoELayer)
         and not layer.config.fp32_residual_connection
         and not layer.config.apply_residual_connection_post_layernorm
         and not getattr(layer.config, "inference_fuse_tp_communication", False)

@@ -27,7 +27,7 @@ class StepPlan:
         cos_T1R, sin_T1R: RoPE at the tokens' global positions; ``None`` for a model without RoPE.
         owned_t: Indices into ``T`` of the tokens whose keys this rank keeps, int64; ``None``: all of them.
         slots_t: Their slots in the pool, int64.
-        attention: The back end's plan of the step.
+        attention: How the step attends: the back end's plan, or with MLA a `LatentPlan` over it.
     """
 
     cos_T1R: Tensor | None
@@ -82,16 +82,21 @@ class DCPContext(StaticInferenceContext):
             return x_TNH
         return rotate(x_TNH, self.plan.cos_T1R, self.plan.sin_T1R, interleaved=self.rotary_interleaved)
 
-    def write(self, layer_number: int, k_TKH: Tensor, v_TKH: Tensor) -> None:
-        """Keep the keys and values of the tokens that this rank owns; the other ranks keep theirs."""
+    def write(self, layer_number: int, k_TKH: Tensor, v_TKH: Tensor | None = None) -> None:
+        """Keep the keys and values of the tokens that this rank owns; the other ranks keep theirs.
+
+        A latent cache has keys only.
+        """
         assert self.plan is not None
         if self.plan.owned_t is not None:
-            k_TKH, v_TKH = k_TKH[self.plan.owned_t], v_TKH[self.plan.owned_t]
+            k_TKH, v_TKH = k_TKH[self.plan.owned_t], None if v_TKH is None else v_TKH[self.plan.owned_t]
         self.pool.write(self.cache_index[layer_number], self.plan.slots_t, k_TKH, v_TKH)
 
-    def attend(self, layer_number: int, q_TNH: Tensor, *, scale: float) -> Exchanged:
-        """Attention of the step's queries over the whole sequence: own shard, then the exchange."""
-        assert self.plan is not None
-        k_SKH, v_SKH = self.pool.layer(self.cache_index[layer_number])
-        out_TNH, lse_TN = self.backend.attend(q_TNH, k_SKH, v_SKH, self.plan.attention, scale=scale)
+    def partial(self, layer_number: int, q_TNH: Tensor, attention: Any, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over this rank's shard: ``(out_TNV, lse_TN)``, fp32, by the back end's plan ``attention``."""
+        k_SKH, v_SKV = self.pool.layer(self.cache_index[layer_number])
+        return self.backend.attend(q_TNH, k_SKH, v_SKV, attention, scale=scale)
+
+    def merge(self, out_TNH: Tensor, lse_TN: Tensor) -> Exchanged:
+        """Attention over the whole sequence from the partials of the DCP group: the exchange."""
         return self.exchange(out_TNH, lse_TN, self.groups.dcp, metrics=self.metrics)

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megatron_dcp.comm.exchange import Exchanged, all_reduce_sum, gather_heads
+from megatron_dcp.comm.exchange import gather_heads
 from megatron_dcp.layers.context import DCPContext
-from megatron_dcp.layers.linear import product
+from megatron_dcp.layers.output import own_share, project_output
 
 
 class DCPSelfAttention(SelfAttention):
@@ -53,8 +52,9 @@ class DCPSelfAttention(SelfAttention):
         if ctx.groups.dcp_layout == "within_tp":
             q_TNH = gather_heads(q_TNH, ctx.groups.dcp, metrics=ctx.metrics)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        merged = ctx.attend(self.layer_number, q_TNH, scale=scale)
-        return self._output(merged, own_heads, hidden_states.dtype, ctx)
+        assert ctx.plan is not None
+        merged = ctx.merge(*ctx.partial(self.layer_number, q_TNH, ctx.plan.attention, scale=scale))
+        return project_output(self.linear_proj, own_share(merged, own_heads, ctx), ctx)
 
     def _project(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
         """``q_TNH, k_TKH, v_TKH`` of this rank's heads: normalised where the model says so, rotated."""
@@ -91,26 +91,6 @@ class DCPSelfAttention(SelfAttention):
         own = q_TNH.shape[1] // ranks_per_group
         first = (self.pg_collection.tp.rank() % ranks_per_group) * own
         return q_TNH[:, first : first + own]
-
-    def _output(
-        self, merged: Exchanged, own_heads: int, dtype: torch.dtype, ctx: DCPContext
-    ) -> tuple[Tensor, Tensor | None]:
-        """Output projection of what the exchange left on this rank, summed over the ranks that share the layer."""
-        out_TnH = merged.out_TnH.to(dtype)
-        first, count = merged.first_head, merged.num_heads
-        if ctx.groups.dcp_layout == "within_tp":
-            if not merged.scattered:  # all heads of the group are here: take those that this rank projects
-                mine = ctx.groups.dcp.rank() * own_heads
-                out_TnH = out_TnH[:, mine : mine + own_heads]
-            return self.linear_proj(out_TnH.flatten(1).unsqueeze(1))
-        if merged.summed and not merged.scattered:
-            return self.linear_proj(out_TnH.flatten(1).unsqueeze(1))
-        # What is here is a share of the sum over tp x dcp: all heads weighted (fold), or a slice of the heads.
-        per_head = self.hidden_size_per_attention_head
-        columns = self.linear_proj.weight[:, first * per_head : (first + count) * per_head]
-        share = product(out_TnH.flatten(1), columns)
-        share = all_reduce_sum(share, ctx.groups.tp_dcp, metrics=ctx.metrics)
-        return share.unsqueeze(1), self.linear_proj.bias
 
 
 def _is_identity(norm: Any) -> bool:

@@ -62,7 +62,7 @@ class DCPRowParallelLinear(RowParallelLinear):
         if not torch.is_inference_mode_enabled() or self.sequence_parallel or not self.input_is_parallel:
             return super().forward(input_)
         out = product(input_, self.weight)
-        if self.tp_group.size() > 1:
+        if self.tp_group.size() > 1 and not self.explicit_expert_comm:  # experts are summed by their layer
             out = reduce_from_tensor_model_parallel_region(out, group=self.tp_group)
         if self.skip_bias_add or self.bias is None:
             return out, self.bias

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dcp.core_attention import SDPACoreAttention
 from megatron_dcp.layers.block import DCPTransformerLayer, is_plain
 from megatron_dcp.layers.gqa import DCPSelfAttention
 from megatron_dcp.layers.linear import DCPColumnParallelLinear, DCPRowParallelLinear
+from megatron_dcp.layers.mla import DCPMLASelfAttention
+from megatron_dcp.layers.moe import DCPMoELayer, check_router, unsupported_experts
 
-_DCP_CLASS: dict[type, type] = {SelfAttention: DCPSelfAttention}
+_DCP_CLASS: dict[type, type] = {SelfAttention: DCPSelfAttention, MLASelfAttention: DCPMLASelfAttention}
 _SHORT_CLASS: dict[type, type] = {
     ColumnParallelLinear: DCPColumnParallelLinear,
     RowParallelLinear: DCPRowParallelLinear,
@@ -72,6 +76,16 @@ def enable_dcp(model: torch.nn.Module) -> Any:
                 f"layer {attention.layer_number} has attention {type(attention).__name__}, which has no DCP form; "
                 f"supported: {', '.join(c.__name__ for c in _DCP_CLASS)}"
             )
+    moe_layers = [layer for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
+    for layer in moe_layers:
+        check_router(layer.mlp)
+        if not is_plain(layer):
+            raise ValueError(
+                f"layer {layer.layer_number} has experts and more than Megatron's own TransformerLayer computes "
+                f"({type(layer).__name__}), which DCP decoding does not know"
+            )
+    for layer in moe_layers:
+        layer.mlp.__class__ = DCPMoELayer
     for attention in attentions:
         attention.__class__ = _DCP_CLASS.get(type(attention), type(attention))
     for module in gpt.modules():
@@ -100,8 +114,8 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
     if position_embedding_type not in ("rope", "learned_absolute", "none"):
         yield "position_embedding_type", position_embedding_type, "use 'rope', 'learned_absolute' or 'none'"
     simple = {
-        "multi_latent_attention": "the MLA layer is not there yet",
-        "num_moe_experts": "mixture-of-experts layers are not there yet",
+        "cache_mla_latents": "DCP keeps the latents in its own cache; set it to False",
+        "experimental_attention_variant": "sparse attention is not there yet",
         "attention_output_gate": "gated attention is not there yet",
         "window_size": "sliding-window layers are not there yet",
         "sequence_parallel": "build the inference model with sequence_parallel=False",
@@ -111,12 +125,15 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
     for field, why in simple.items():
         if getattr(config, field, None):
             yield field, getattr(config, field), why
+    if config.multi_latent_attention and config.normalization != "RMSNorm":
+        yield "normalization", config.normalization, "latent attention is known with RMSNorm"
     if getattr(config, "softmax_type", "vanilla") != "vanilla":
         yield "softmax_type", config.softmax_type, "attention sinks are not there yet"
     if config.context_parallel_size > 1:
         yield "context_parallel_size", config.context_parallel_size, "use decode_context_parallel_size instead"
     if config.pipeline_model_parallel_size > 1:
         yield "pipeline_model_parallel_size", config.pipeline_model_parallel_size, "pipelines are not there yet; use 1"
+    yield from unsupported_experts(config)
 
 
 def sdpa_layer_spec(spec: Any) -> Any:

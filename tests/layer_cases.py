@@ -1,0 +1,64 @@
+"""A model over a sharded cache, against Megatron's own training forward on one rank; for every kind of attention."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from megatron_models import (
+    forced_logits,
+    make_runner,
+    random_state,
+    sharded_model,
+    tiny_config,
+    training_logits,
+    whole_model,
+)
+
+from megatron_dcp import parallel_state
+from megatron_dcp.config import CacheConfig, EngineConfig
+
+BLOCK = 4
+
+
+def texts_for(dcp: int, decode: int, vocab: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 1 token, around dcp, around every kind of block edge, and one long."""
+    rng = random.Random(dcp)
+    edges = {1, dcp - 1, dcp, dcp + 1, BLOCK - 1, BLOCK, BLOCK + 1, BLOCK * dcp - 1, BLOCK * dcp, BLOCK * dcp + 1, 41}
+    lens = sorted(edge for edge in edges if edge > 0)
+    return [[rng.randrange(vocab) for _ in range(n + decode)] for n in lens], lens
+
+
+def largest_error(runner, oracle, texts, lens, chunk=10**9):
+    """Largest logit difference, as a share of the oracle's logit range, over all texts and steps."""
+    worst = 0.0
+    for got, text, n in zip(forced_logits(runner, texts, lens, chunk), texts, lens, strict=True):
+        want = training_logits(oracle, text)[n - 1 :, : got.shape[1]]
+        assert got.shape == want.shape
+        worst = max(worst, float((got - want).abs().max() / (want.max() - want.min())))
+    return worst
+
+
+def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None):
+    """Largest error of every ``(interleave, exchange, chunk)``, over slots that hold NaN until they are written."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp, decode_context_parallel_size=dcp, dcp_layout=layout, **(experts or {})
+    )
+    config = tiny_config(**changes)
+    state = random_state(config)
+    oracle = whole_model(config, state)
+    model = sharded_model(config, state)
+    texts, lens = texts_for(dcp, 6, config.vocab_size)
+    errors = {}
+    for interleave, exchange, chunk in settings:
+        cache = CacheConfig(block_size=BLOCK, kv_interleave_size=interleave, num_blocks=300)
+        runner = make_runner(model, config, cache=cache, engine=EngineConfig(exchange=exchange))
+        for k_SKH, v_SKH in map(runner.pool.layer, range(config.num_layers)):
+            k_SKH.fill_(torch.nan), v_SKH.fill_(torch.nan)
+        errors[interleave, exchange, chunk] = largest_error(runner, oracle, texts, lens, chunk)
+    return errors
+
+
+ALL = [(i, None, 10**9) for i in (1, 2, BLOCK)] + [(1, None, 5)]
+ORTHOGONAL = ALL + [(1, e, 7) for e in ("all_reduce", "ag_rs", "a2a")]
+WITHIN_TP = ALL + [(1, e, 7) for e in ("all_reduce", "ag_rs")]

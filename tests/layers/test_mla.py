@@ -1,0 +1,208 @@
+"""The MLA layer in a whole model: a sharded cache of latents gives the logits of Megatron's own training forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, largest_error, sharded_errors, texts_for
+from megatron_models import (
+    make_runner,
+    random_state,
+    sharded_model,
+    tiny_config,
+    training_logits,
+    whole_model,
+)
+
+from megatron_dcp import CacheConfig, EngineConfig, parallel_state
+from megatron_dcp.comm.exchange import expected_traffic
+from megatron_dcp.engine.batch import SeqStep, StepBatch
+from megatron_dcp.layers import LatentShape, latent_plan
+from megatron_dcp.metrics import Metrics
+from megatron_dcp.model_config import MLAConfig
+from workers import run_on_ranks
+
+pytestmark = pytest.mark.mcore_line
+
+SIZES: dict[str, Any] = dict(q_lora_rank=24, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.6,
+}
+
+
+def mla(rope_scaling: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Fields of a ``ModelConfig`` with latent attention of four heads."""
+    return dict(num_query_groups=4, mla=MLAConfig(**{**SIZES, **changes}), rope_scaling=rope_scaling)
+
+
+@pytest.mark.parametrize("tp,dcp", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (2, 3), (4, 2)])
+def test_orthogonal(tp, dcp):
+    for errors in run_on_ranks(tp * dcp, sharded_errors, tp, dcp, "orthogonal", mla(YARN), ORTHOGONAL):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("tp,dcp", [(2, 1), (2, 2), (4, 2), (4, 4)])
+def test_within_tp(tp, dcp):
+    for errors in run_on_ranks(tp, sharded_errors, tp, dcp, "within_tp", mla(YARN), WITHIN_TP):
+        assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        mla(),
+        mla(q_lora_rank=None),
+        mla(YARN, q_lora_rank=None),
+        mla(v_head_dim=40),  # values wider than the latent: they come after the exchange
+        mla(kv_lora_rank=96),
+        mla(qk_pos_emb_head_dim=32, qk_head_dim=4),
+    ],
+    ids=["plain", "no q_lora", "no q_lora, yarn", "wide values", "wide latent", "mostly rotated"],
+)
+def test_shapes_of_models(changes):
+    settings = [(1, "fold", 30), (2, "a2a", 1)]
+    for errors in run_on_ranks(4, sharded_errors, 2, 2, "orthogonal", changes, settings):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def in_parts_case(rank, world, dcp, monkeypatched_bytes):
+    parallel_state.initialize_model_parallel(decode_context_parallel_size=dcp)
+    config = tiny_config(**mla(YARN))
+    state = random_state(config)
+    texts, lens = texts_for(dcp, 3, config.vocab_size)
+    errors = {}
+    before = latent_plan.WORK_BYTES, LatentShape.prefers_expanded
+    try:
+        for form, prefers in {
+            "absorbed": lambda self, tokens, keys: False,
+            "expanded": lambda self, tokens, keys: keys > 0,
+            "chosen": before[1],
+        }.items():
+            latent_plan.WORK_BYTES, LatentShape.prefers_expanded = monkeypatched_bytes, prefers
+            runner = make_runner(
+                sharded_model(config, state), config, cache=CacheConfig(block_size=BLOCK, num_blocks=300)
+            )
+            errors[form] = largest_error(runner, whole_model(config, state), texts, lens, 20)
+    finally:
+        latent_plan.WORK_BYTES, LatentShape.prefers_expanded = before
+    return errors
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 3])
+def test_absorbed_and_expanded_agree(dcp):
+    """Each alone, and mixed as the shapes ask for; most contexts take several work spaces of 7 cached tokens."""
+    per_key = 4 * (16 + 8 + 12) * 4
+    for errors in run_on_ranks(dcp, in_parts_case, dcp, 7 * per_key):
+        assert set(errors) == {"absorbed", "expanded", "chosen"} and max(errors.values()) < 1e-5, errors
+
+
+def latent_shape(**changes: Any) -> LatentShape:
+    sizes = dict(
+        heads=16, attend_heads=16, qk_head_dim=128, rotated=64, rank=512, v_head_dim=128, orthogonal=True
+    )  # DeepSeek-V3 at tp 8
+    return LatentShape(**{**sizes, **changes})
+
+
+def test_decode_is_absorbed_and_long_chunks_are_expanded():
+    shape = latent_shape()
+    for keys in (1, 100, 10_000, 1_000_000):
+        assert not shape.prefers_expanded(1, keys) or keys == 1
+        assert not shape.prefers_expanded(8, keys) or keys <= 8
+    assert shape.prefers_expanded(1024, 1024) and shape.prefers_expanded(1024, 100_000)
+    assert not shape.prefers_expanded(64, 100_000)
+    assert not latent_shape(orthogonal=False).prefers_expanded(1024, 1024)
+
+
+def test_exchange_carries_the_smaller_form():
+    assert latent_shape().values_first and latent_shape().exchanged_dim == 128
+    assert not latent_shape(v_head_dim=600).values_first and latent_shape(v_head_dim=600).exchanged_dim == 512
+    assert not latent_shape(orthogonal=False).values_first and latent_shape(orthogonal=False).exchanged_dim == 512
+
+
+def traffic_case(rank, world, tp, dcp, layout, exchange, v_head_dim):
+    parallel_state.initialize_model_parallel(tp, decode_context_parallel_size=dcp, dcp_layout=layout)
+    config, metrics = tiny_config(**mla(v_head_dim=v_head_dim)), Metrics()
+    runner = make_runner(
+        sharded_model(config, random_state(config)),
+        config,
+        cache=CacheConfig(block_size=BLOCK, num_blocks=8),
+        engine=EngineConfig(exchange=exchange),
+        metrics=metrics,
+    )
+    metrics.reset()
+    runner.step(StepBatch([SeqStep([7], 0, [i], True) for i in range(3)]))
+    dcp_rank = parallel_state.get_decode_context_parallel_rank()
+    return dcp_rank, metrics.collectives, runner.pool.bytes, runner.num_blocks
+
+
+@pytest.mark.parametrize("v_head_dim", [12, 40])
+def test_bytes_of_the_exchange(v_head_dim):
+    """``a2a`` is the only all-to-all: it carries ``min(V, R)`` numbers per head and an LSE."""
+    for rank, counted, *_ in run_on_ranks(2, traffic_case, 1, 2, "orthogonal", "a2a", v_head_dim):
+        calls, sent = expected_traffic("a2a", 3, 4, min(v_head_dim, 32), 2, rank)["all_to_all"]
+        assert counted["all_to_all"] == (2 * calls, 2 * sent)
+    for rank, counted, *_ in run_on_ranks(2, traffic_case, 2, 2, "within_tp", "a2a", v_head_dim):
+        calls, sent = expected_traffic("a2a", 3, 4, 32, 2, rank)["all_to_all"]
+        assert counted["all_to_all"] == (2 * calls, 2 * sent)
+
+
+def test_cache_holds_one_latent_per_token():
+    """Nothing but the latent and the rotated key, whatever the number of heads and the layout."""
+    for args in ((1, 1, "orthogonal"), (2, 2, "orthogonal"), (4, 4, "within_tp")):
+        world = args[0] * args[1] if args[2] == "orthogonal" else args[0]
+        for _, _, num_bytes, blocks in run_on_ranks(world, traffic_case, *args, None, 12):
+            assert num_bytes == 2 * blocks * BLOCK * (32 + 8) * 4
+
+
+def half_case(rank, world, dtype):
+    parallel_state.initialize_model_parallel(decode_context_parallel_size=2)
+    config = tiny_config(**mla(YARN))
+    state = random_state(config)
+    texts, lens = texts_for(2, 3, config.vocab_size)
+    cache = CacheConfig(block_size=BLOCK, num_blocks=300)
+    exact, half = whole_model(config, state), whole_model(config, state, dtype)
+    spread = max(
+        float((a - b).abs().max() / (b.max() - b.min()))
+        for text in texts
+        for a, b in [(training_logits(half, text), training_logits(exact, text))]
+    )
+    return spread, largest_error(
+        make_runner(sharded_model(config, state, dtype), config, cache=cache), exact, texts, lens
+    )
+
+
+def test_bf16_stays_within_the_spread_of_bf16():
+    for spread, error in run_on_ranks(2, half_case, torch.bfloat16):
+        assert 1e-4 < error <= 2 * spread, (error, spread)
+
+
+class NormInside(torch.nn.Module):
+    """What TransformerEngine's up-projection looks like: it holds the norm that comes before it."""
+
+    def __init__(self, linear, norm):
+        super().__init__()
+        self.weight, self.layer_norm_weight = linear.weight, norm.weight
+
+
+def norm_inside_case(rank, world):
+    parallel_state.initialize_model_parallel()
+    config = tiny_config(**mla())
+    state = random_state(config)
+    texts, lens = texts_for(2, 3, config.vocab_size)
+    oracle, model = whole_model(config, state), sharded_model(config, state)
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.linear_kv_up_proj = NormInside(attention.linear_kv_up_proj, attention.kv_layernorm)
+        attention.kv_layernorm = torch.nn.Identity()
+    runner = make_runner(model, config, cache=CacheConfig(block_size=BLOCK, num_blocks=300))
+    return largest_error(runner, oracle, texts, lens)
+
+
+def test_a_norm_inside_the_up_projection_is_applied_before_the_cache():
+    assert run_on_ranks(1, norm_inside_case)[0] < 1e-5
