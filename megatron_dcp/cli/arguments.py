@@ -85,26 +85,29 @@ def new_parser(
     return parser
 
 
+def add_sizes(group: argparse._ArgumentGroup, *options: tuple[str, str | None, str, int | None, str]) -> None:
+    """Options that take a whole number from 1: ``(name, long name, metavar, default, help)`` of each."""
+    for name, long_name, metavar, default, text in options:
+        group.add_argument(
+            name,
+            *([long_name] if long_name else []),
+            dest=name.removeprefix("--").replace("-", "_"),
+            type=whole(1),
+            default=default,
+            metavar=metavar,
+            help=text if default is None else f"{text} (default %(default)s)",
+        )
+
+
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--tp``, ``--dcp``, ``--dcp-layout``."""
+    """``--tp``, ``--dcp``, ``--dcp-layout``, ``--ep``, ``--expert-tp``, ``--exchange``, ``--timeout``."""
     group = parser.add_argument_group("parallelism")
-    group.add_argument(
-        "--tp",
-        "--tensor-model-parallel-size",
-        dest="tp",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="ranks that split the weights (default 1)",
-    )
-    group.add_argument(
-        "--dcp",
-        "--decode-context-parallel-size",
-        dest="dcp",
-        type=whole(1),
-        default=1,
-        metavar="N",
-        help="ranks that split the KV cache of every sequence (default 1)",
+    add_sizes(
+        group,
+        ("--tp", "--tensor-model-parallel-size", "N", 1, "ranks that split the weights"),
+        ("--dcp", "--decode-context-parallel-size", "N", 1, "ranks that split the KV cache of every sequence"),
+        ("--ep", "--expert-model-parallel-size", "N", 1, "ranks that the experts of a model are dealt out over"),
+        ("--expert-tp", "--expert-tensor-parallel-size", "N", None, "ranks that split one expert (default: as --tp)"),
     )
     group.add_argument(
         "--dcp-layout",
@@ -130,40 +133,18 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     """``--kv-interleave``, ``--block-size`` and the sizes of pool and batch."""
     group = parser.add_argument_group("KV cache and batch")
     cache, engine = CacheConfig(), EngineConfig()
-    group.add_argument(
-        "--kv-interleave",
-        "--kv-interleave-size",
-        dest="kv_interleave",
-        type=whole(1),
-        default=cache.kv_interleave_size,
-        metavar="I",
-        help="consecutive tokens on one dcp rank; divides the block size (default %(default)s)",
-    )
-    group.add_argument(
-        "--block-size",
-        type=whole(1),
-        default=cache.block_size,
-        metavar="B",
-        help="tokens of a block on one rank (default %(default)s)",
+    interleave = "consecutive tokens on one dcp rank; divides the block size"
+    add_sizes(
+        group,
+        ("--kv-interleave", "--kv-interleave-size", "I", cache.kv_interleave_size, interleave),
+        ("--block-size", None, "B", cache.block_size, "tokens of a block on one rank"),
+        ("--max-num-seqs", None, "N", engine.max_num_seqs, "sequences that decode at the same time"),
+        ("--prefill-chunk-size", None, "N", engine.prefill_chunk_size, "most prompt tokens of one step"),
     )
     size = group.add_mutually_exclusive_group()
     size.add_argument("--num-blocks", type=whole(1), metavar="N", help="blocks of the pool on every rank")
     size.add_argument(
         "--bytes-per-rank", type=whole(1, LARGEST_LONG), metavar="N", help="most bytes of the pool on every rank"
-    )
-    group.add_argument(
-        "--max-num-seqs",
-        type=whole(1),
-        default=engine.max_num_seqs,
-        metavar="N",
-        help="sequences that decode at the same time (default %(default)s)",
-    )
-    group.add_argument(
-        "--prefill-chunk-size",
-        type=whole(1),
-        default=engine.prefill_chunk_size,
-        metavar="N",
-        help="most prompt tokens of one step (default %(default)s)",
     )
 
 
@@ -189,7 +170,11 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def check_world(args: argparse.Namespace, world: int) -> None:
     """Raise ``ValueError`` unless as many processes run as the sizes take."""
     parallel = ParallelConfig(
-        tensor_model_parallel_size=args.tp, decode_context_parallel_size=args.dcp, dcp_layout=args.dcp_layout
+        tensor_model_parallel_size=args.tp,
+        decode_context_parallel_size=args.dcp,
+        dcp_layout=args.dcp_layout,
+        expert_model_parallel_size=args.ep,
+        expert_tensor_parallel_size=args.expert_tp,
     )
     if parallel.ranks != world:
         sizes = f"--tp {args.tp}" + (
@@ -200,3 +185,4 @@ def check_world(args: argparse.Namespace, world: int) -> None:
             f"{'were' if world > 1 else 'was'} started; start them with `torchrun --nproc-per-node {parallel.ranks} -m "
             f"megatron_dcp {args.command} ...`, or change --tp and --dcp"
         )
+    parallel.check_world_size(world)

@@ -136,6 +136,8 @@ def run(args: argparse.Namespace) -> None:
             tensor_model_parallel_size=args.tp,
             decode_context_parallel_size=args.dcp,
             dcp_layout=args.dcp_layout,
+            expert_model_parallel_size=args.ep,
+            expert_tensor_parallel_size=args.expert_tp,
             cache=cache,
             engine=engine,
             dtype=args.dtype,

@@ -65,6 +65,9 @@ class LLM:
         decode_context_parallel_size: Ranks that share a sequence's KV cache. ``None``: that of the existing groups,
             else 1.
         dcp_layout: ``orthogonal`` or ``within_tp``. ``None``: that of the existing groups, else ``orthogonal``.
+        expert_model_parallel_size: Ranks that the experts of a mixture of experts are dealt out over; they are among
+            the ranks of one replica. ``None``: that of the existing groups, else 1.
+        expert_tensor_parallel_size: Ranks that split one expert. ``None``: that of the existing groups, else tp.
         cache: How the KV cache is cut, and its size. Without a size the pool is made at the first call, as large as the
             largest batch of that call needs, and made anew where a later call needs more.
         engine: Batch size, prefill chunk, exchange, back end.
@@ -88,6 +91,8 @@ class LLM:
         tensor_model_parallel_size: int | None = None,
         decode_context_parallel_size: int | None = None,
         dcp_layout: DcpLayout | None = None,
+        expert_model_parallel_size: int | None = None,
+        expert_tensor_parallel_size: int | None = None,
         cache: CacheConfig | None = None,
         engine: EngineConfig | None = None,
         dtype: DtypeName | None = None,
@@ -102,12 +107,18 @@ class LLM:
         self.engine_config = engine or EngineConfig()
         self.metrics = metrics
         self._busy = False
-        sizes = (tensor_model_parallel_size, decode_context_parallel_size, dcp_layout)
+        sizes = {
+            "tensor_model_parallel_size": tensor_model_parallel_size,
+            "decode_context_parallel_size": decode_context_parallel_size,
+            "dcp_layout": dcp_layout,
+            "expert_model_parallel_size": expert_model_parallel_size,
+            "expert_tensor_parallel_size": expert_tensor_parallel_size,
+        }
         initialize_distributed(timeout_s)
         if isinstance(model, torch.nn.Module):
             _refuse("a live model keeps its own", dtype=dtype, device=device)
             bare = enable_dcp(model)
-            initialize_groups(*sizes)
+            initialize_groups(sizes)
             self.model, context, eos = model, bare.max_sequence_length, set()
             vocab_size = bare.vocab_size if vocab_size is None else vocab_size
         else:

@@ -11,34 +11,38 @@ from torch import distributed
 from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import load_model, read_config
 from megatron_dcp.comm.consensus import agree
-from megatron_dcp.config import DcpLayout, check_within_tp_bound
+from megatron_dcp.config import check_within_tp_bound
 from megatron_dcp.model_config import ModelConfig
 
 
-def initialize_groups(tp: int | None, dcp: int | None, layout: DcpLayout | None) -> None:
-    """Make the groups, or hold the sizes against those that exist."""
+def initialize_groups(sizes: dict[str, Any]) -> None:
+    """Make the groups, or hold the sizes against those that exist.
+
+    Args:
+        sizes: Fields of a ``ParallelConfig``; ``None``: not asked for.
+    """
+    given = {name: value for name, value in sizes.items() if value is not None}
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(
-            tp, decode_context_parallel_size=1 if dcp is None else dcp, dcp_layout=layout or "orthogonal"
-        )
+        parallel_state.initialize_model_parallel(**given)
         return
-    given = {"tensor_model_parallel_size": tp, "decode_context_parallel_size": dcp, "dcp_layout": layout}
     for name, value in given.items():
         existing = getattr(parallel_state.get_parallel_config(), name)
-        if value is not None and value != existing:
+        if value != existing:
             raise ValueError(
                 f"{name}={value!r} differs from the {existing!r} of the groups that exist; leave it out, or call "
                 "megatron_dcp.parallel_state.destroy_model_parallel() first"
             )
 
 
-def load_checkpoint(path: str, sizes: Any, dtype: torch.dtype, device: torch.device | str) -> tuple[Any, ModelConfig]:
+def load_checkpoint(
+    path: str, sizes: dict[str, Any], dtype: torch.dtype, device: torch.device | str
+) -> tuple[Any, ModelConfig]:
     """Model and shape of a checkpoint. Makes the groups, and takes them down again if the checkpoint does not load."""
     config = on_all_ranks(read_config, path)
     existed = parallel_state.is_initialized()
-    initialize_groups(*sizes)
+    initialize_groups(sizes)
     try:
-        check_within_tp_bound(parallel_state.get_parallel_config(), config.num_query_groups)
+        check_within_tp_bound(parallel_state.get_parallel_config(), config.cached_kv_heads)
         groups = parallel_state.get_process_group_collection()
         return on_all_ranks(load_model, path, groups, dtype=dtype, device=device)
     except Exception:
