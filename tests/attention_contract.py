@@ -33,6 +33,7 @@ class Case:
     group: int = 2
     head_dim: int = 16
     v_dim: int | None = None
+    v_in_k: bool = False
     dtype: torch.dtype = torch.float32
     order: str = "heads_first"
     scattered: bool = True  # blocks lie anywhere in the pool, rather than one after the other
@@ -67,6 +68,17 @@ CASES = [
     Case(sequences=((1, 300), (9, 300)), dcp_size=2, score_size=1e4),
 ]
 
+# MLA's latent: one KV head, values that are the first dims of the keys.
+LATENT = Case(sequences=MIXED, dcp_size=2, kv_heads=1, group=4, head_dim=24, v_dim=16, v_in_k=True)
+CASES += [
+    *(replace(LATENT, dcp_size=d, interleave=i) for d in (1, 3, 4) for i in (1, 4)),
+    replace(LATENT, order="slots_first", scattered=False),
+    replace(LATENT, sequences=((1, 700), (4, 300)), block_size=512),
+    replace(LATENT, sequences=((1, 200), (20, 90)), group=128, head_dim=576, v_dim=512),
+    replace(LATENT, v_dim=24),
+    *(replace(LATENT, dtype=t, scattered=s) for t in (torch.bfloat16, torch.float16) for s in (True, False)),
+]
+
 
 @dataclass(frozen=True)
 class Sequence:
@@ -87,15 +99,13 @@ def make_sequences(case: Case, seed: int = 0) -> list[Sequence]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(case.dtype)
 
-    heads = case.kv_heads * case.group
-    return [
-        Sequence(
-            normal(q_len, heads, case.head_dim),
-            normal(length, case.kv_heads, case.head_dim),
-            normal(length, case.kv_heads, case.v_dim or case.head_dim),
-        )
-        for q_len, length in case.sequences
-    ]
+    heads, v_dim = case.kv_heads * case.group, case.v_dim or case.head_dim
+    sequences = []
+    for q_len, length in case.sequences:
+        q_TNH, k_SKH = normal(q_len, heads, case.head_dim), normal(length, case.kv_heads, case.head_dim)
+        v_SKV = k_SKH[..., :v_dim] if case.v_in_k else normal(length, case.kv_heads, v_dim)
+        sequences.append(Sequence(q_TNH, k_SKH, v_SKV))
+    return sequences
 
 
 def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[AttentionBatch, Tensor, Tensor]:
@@ -108,7 +118,8 @@ def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[Attent
     tables = [[free.pop(0) for _ in range(n)] for n in needed]
     slots = (sum(needed) + 3) * case.block_size
     k_SKH = poisoned(slots, case.kv_heads, case.head_dim, case)
-    v_SKV = poisoned(slots, case.kv_heads, case.v_dim or case.head_dim, case)
+    v_dim = case.v_dim or case.head_dim
+    v_SKV = k_SKH[..., :v_dim] if case.v_in_k else poisoned(slots, case.kv_heads, v_dim, case)
     visible = []
     for sequence, shard, table in zip(sequences, shards, tables, strict=True):
         own = [table[i // case.block_size] * case.block_size + i % case.block_size for i in range(len(shard))]
@@ -145,15 +156,16 @@ def check(
     out_tolerance = atol + case.score_size * rtol
     outs, lses = [], []
     for rank in range(case.dcp_size):
-        batch, k_SKH, v_SKV = (
-            x if isinstance(x, AttentionBatch) else x.to(device) for x in make_shard(case, sequences, rank)
-        )
+        batch, k_SKH, v_SKV = make_shard(case, sequences, rank)
+        k_SKH = k_SKH.to(device)
+        v_SKV = k_SKH[..., : v_SKV.shape[-1]] if case.v_in_k else v_SKV.to(device)
         plan = backend.plan(
             batch,
             heads=case.kv_heads * case.group,
             kv_heads=case.kv_heads,
             head_dim=case.head_dim,
             v_dim=case.v_dim,
+            v_in_k=case.v_in_k,
             dtype=case.dtype,
             device=torch.device(device),
         )

@@ -10,12 +10,14 @@ from __future__ import annotations
 import argparse
 
 import bench_decode
+import bench_mla
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     bench_decode.add_command(commands)
+    bench_mla.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -43,8 +43,10 @@ def plain(q_BKRH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, mask: Tensor | None, s
     scores_BKRC = torch.matmul(q_BKRH * scale, k_BKCH.transpose(-1, -2))
     if mask is not None:
         scores_BKRC += mask
-    lse_BKR = torch.logsumexp(scores_BKRC, -1)
-    return torch.matmul(scores_BKRC.sub_(lse_BKR[..., None]).exp_(), v_BKCV), lse_BKR
+    peak_BKR1 = scores_BKRC.amax(-1, keepdim=True)
+    weights_BKRC = scores_BKRC.sub_(peak_BKR1).exp_()
+    total_BKR1 = weights_BKRC.sum(-1, keepdim=True)
+    return torch.matmul(weights_BKRC, v_BKCV).div_(total_BKR1), (peak_BKR1 + total_BKR1.log()).squeeze(-1)
 
 
 @dataclass(frozen=True)

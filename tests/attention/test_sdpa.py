@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
-from attention_contract import CASES, Case, check, make_sequences, make_shard
+from attention_contract import CASES, LATENT, Case, check, make_sequences, make_shard
 
 from megatron_dcp.attention import AttentionBatch, choose_backend, sdpa
 from megatron_dcp.attention.pieces import Unit
@@ -72,6 +73,7 @@ def _plan(backend: SDPABackend, case: Case, batch: AttentionBatch) -> sdpa.SDPAP
         kv_heads=case.kv_heads,
         head_dim=case.head_dim,
         v_dim=case.v_dim,
+        v_in_k=case.v_in_k,
         dtype=case.dtype,
         device=CPU,
     )
@@ -96,6 +98,16 @@ def test_contiguous_fp32_shard_is_not_copied() -> None:
     backend = SDPABackend()
     _run(backend, Case(sequences=((1, 2000), (70, 1500)), scattered=False, head_dim=64))
     assert _work_bytes(backend) == 0
+
+
+def test_a_latent_is_copied_once_and_not_at_all_where_it_lies_together() -> None:
+    backend = SDPABackend()
+    case = replace(LATENT, sequences=((1, 2000), (70, 1500)), dcp_size=1, scattered=False)
+    _run(backend, case)
+    assert _work_bytes(backend) == 0
+    case = replace(case, sequences=((1, 300),), block_size=1, scattered=True)
+    _run(backend, case)
+    assert _work_bytes(backend) == 300 * case.head_dim * 4
 
 
 def test_long_runs_between_gaps_are_not_copied() -> None:

@@ -168,3 +168,23 @@ def test_unknown_order_and_too_large_a_pool() -> None:
         KVPool(1, 1, 1, 1, 1, dtype=torch.float32, order="tokens_first")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bytes could not be allocated on cpu .*lower num_blocks"):
         KVPool(1, 2**50, 1, 1, 1, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_latent_is_stored_once(order: str, dtype: torch.dtype) -> None:
+    """Values that are the keys' first dims take no memory, and follow every write."""
+    shape = {"num_layers": 3, "block_size": 4, "num_kv_heads": 1, "head_dim": 6, "v_dim": 4, "v_in_k": True}
+    pool = KVPool(num_blocks=5, dtype=dtype, order=order, **shape)  # type: ignore[arg-type]
+    assert pool.bytes == 3 * 5 * 4 * 6 * dtype.itemsize == 5 * bytes_per_block(dtype=dtype, **shape)
+    assert blocks_in(pool.bytes, dtype=dtype, **shape) == 5
+    k_tKH = torch.randn(2, 1, 6).to(dtype)
+    pool.write(1, torch.tensor([7, 19]), k_tKH)
+    k_SKH, v_SKV = pool.layer(1)
+    assert v_SKV.shape == (20, 1, 4) and v_SKV.data_ptr() == k_SKH.data_ptr()
+    assert torch.equal(k_SKH[[7, 19]], k_tKH) and torch.equal(v_SKV[[7, 19]], k_tKH[..., :4])
+
+
+def test_values_wider_than_the_keys_cannot_be_part_of_them() -> None:
+    with pytest.raises(ValueError, match="v_dim=8 is above head_dim=6"):
+        KVPool(1, 1, 4, 1, 6, 8, v_in_k=True, dtype=torch.float32)

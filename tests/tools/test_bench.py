@@ -83,3 +83,12 @@ def test_traffic_of_two_ranks(result):
         assert row["expected_collectives"] == row["collectives"]
         assert row["collectives_per_step"] == 2 * LAYERS
         assert row["sent_bytes_per_token"] * batch == LAYERS * (gathered + summed)
+
+
+def test_mla_computes_the_same_and_names_its_floors():
+    sizes = ["--heads", "4", "--rank", "16", "--rotated", "8", "--contexts", "40", "100", "--batches", "1", "2"]
+    result = bench("mla", *sizes, "--repeats", "1", "--threads", "1", "--buffer-gb", "0.01", "--block-size", "16")
+    assert [(row["context"], row["batch"]) for row in result["rows"]] == [(40, 1), (40, 2), (100, 1), (100, 2)]
+    for row in result["rows"]:
+        assert row["difference"] < 1e-5
+        assert min(row["bandwidth floor ms"], row["arithmetic floor ms"], row["x floor"], row["GFLOP/s"]) > 0
