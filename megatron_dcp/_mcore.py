@@ -56,12 +56,17 @@ def _without_te() -> Iterator[None]:
 
 
 class _NormsOfTheSpec:
-    """In place of Megatron-Core 0.19's rule, which refuses a norm on the latent where queries have none (V2-Lite)."""
+    """Megatron-Core 0.19's rule, but for a spec that names its norms: it would refuse them without a q_lora_rank."""
 
     def __init__(self, config: Any, submodules: Any) -> None:
-        self._submodules = submodules
+        self._config, self._submodules = config, submodules
 
     def resolve(self) -> dict[str, Any]:
+        from megatron.core.transformer.identity_op import IdentityOp
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+        if self._submodules.kv_layernorm in (None, IdentityOp):  # TransformerEngine holds them inside projections
+            return QKNormConfigResolver(self._config, self._submodules).resolve()
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(self._submodules, name) for name in names}
 

@@ -103,10 +103,11 @@ class ParallelConfig:
             )
         ep, expert_tp = self.expert_model_parallel_size, self.expert_tp
         if world_size % (expert_tp * ep * pp):
+            split_less = ", or expert_tensor_parallel_size=1" if expert_tp > 1 else ""
             raise ValueError(
                 f"world_size={world_size} is no multiple of {expert_tp * ep * pp} (expert_tensor_parallel_size="
                 f"{expert_tp} x expert_model_parallel_size={ep} x pipeline_model_parallel_size={pp}); start a "
-                f"multiple of {expert_tp * ep * pp} ranks, or use smaller sizes"
+                f"multiple of {expert_tp * ep * pp} ranks, or use smaller sizes{split_less}"
             )
         dcp, same_weights = self.decode_context_parallel_size, world_size // (tp * pp)
         if self.dcp_layout == "orthogonal" and same_weights % dcp:

@@ -193,16 +193,16 @@ class ModelConfig:
         """Raise ``ValueError`` naming the legal sizes unless ``tp`` ranks can share this model's tensors."""
         sizes = self._cut_by_tp()
 
-        def fits(size: int) -> bool:
-            return all(value % size == 0 for value in sizes.values()) and (
-                self.mla is not None or self.num_query_groups % size == 0 or size % self.num_query_groups == 0
-            )
+        def misfits(size: int) -> list[str]:
+            groups = self.num_query_groups
+            wrong = [f"{name}={value}" for name, value in sizes.items() if value % size]
+            if self.mla is None and groups % size and size % groups:
+                wrong.append(f"num_query_groups={groups}")
+            return wrong
 
-        if not fits(tp):
-            legal = ", ".join(str(t) for t in range(1, self.num_attention_heads + 1) if fits(t))
-            heads = "" if self.mla is not None else f"{self.num_query_groups} KV heads, "
-            named = ", ".join(f"{name}={value}" for name, value in sizes.items())
-            raise ValueError(f"tensor_model_parallel_size={tp} does not fit {heads}{named}; use one of {legal}")
+        if wrong := misfits(tp):
+            legal = ", ".join(str(t) for t in range(1, self.num_attention_heads + 1) if not misfits(t))
+            raise ValueError(f"tensor_model_parallel_size={tp} does not fit {', '.join(wrong)}; use one of {legal}")
 
     def check_expert_parallel(self, ep: int, expert_tp: int) -> None:
         """Raise ``ValueError`` naming the legal sizes unless ``ep x expert_tp`` ranks can share the experts.

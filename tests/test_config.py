@@ -31,6 +31,28 @@ def test_tensor_parallel_sizes_share_heads_kv_heads_and_ffn(tp, fits):
             MODEL.check_tensor_parallel(tp)
 
 
+def test_the_error_names_what_does_not_fit_and_nothing_else():
+    """At tp 4: 6 heads and 80 rows of QKV, the latter of which fit; 96 and 120 fit as well."""
+    with pytest.raises(ValueError, match=r"=4 does not fit num_attention_heads=6; use one of 1, 2$"):
+        MODEL.check_tensor_parallel(4)
+    with pytest.raises(
+        ValueError, match=r"=3 does not fit rows of linear_qkv=80, num_query_groups=2; use one of 1, 2$"
+    ):
+        MODEL.check_tensor_parallel(3)
+
+
+def test_experts_that_do_not_fill_the_ranks_may_be_split_less():
+    """Megatron splits every expert over tp ranks unless it is told not to."""
+    parallel = ParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=8)
+    with pytest.raises(
+        ValueError, match="multiple of 16 ranks, or use smaller sizes, or expert_tensor_parallel_size=1$"
+    ):
+        parallel.check_world_size(4)
+    alone = dataclasses.replace(parallel, expert_tensor_parallel_size=1)
+    with pytest.raises(ValueError, match="multiple of 8 ranks, or use smaller sizes$"):
+        alone.check_world_size(4)
+
+
 def test_rows_of_one_kv_group_must_split_evenly():
     """6 query heads, 1 KV head of 8: 64 rows of QKV, which 3 ranks cannot share."""
     model = dataclasses.replace(MODEL, num_query_groups=1)

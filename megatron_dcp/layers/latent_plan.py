@@ -131,9 +131,9 @@ def plan_latent(
     rest = [index for index, expand in enumerate(chosen) if not expand]
     absorbed = absorbed_tokens = None
     if rest:
-        tokens = [token for index in rest for token in range(starts[index], starts[index + 1])]
         part = batch
         if expanded:
+            tokens = [token for index in rest for token in range(starts[index], starts[index + 1])]
             part = AttentionBatch(
                 q_lens=tuple(batch.q_lens[index] for index in rest),
                 visible=tuple(batch.visible[token] for token in tokens),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, largest_error, sharded_errors, texts_for
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron_models import (
     make_runner,
     random_state,
@@ -16,7 +18,7 @@ from megatron_models import (
     whole_model,
 )
 
-from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, local_layer_spec, parallel_state
+from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, build_model, local_layer_spec, parallel_state
 from megatron_dcp.checkpoint import read_config
 from megatron_dcp.comm.exchange import expected_traffic
 from megatron_dcp.engine.batch import SeqStep, StepBatch
@@ -113,9 +115,9 @@ def latent_shape(**changes: Any) -> LatentShape:
 
 def test_decode_is_absorbed_and_long_chunks_are_expanded():
     shape = latent_shape()
-    for keys in (1, 100, 10_000, 1_000_000):
-        assert not shape.prefers_expanded(1, keys) or keys == 1
-        assert not shape.prefers_expanded(8, keys) or keys <= 8
+    for keys in (100, 10_000, 1_000_000):
+        assert not shape.prefers_expanded(1, keys)
+        assert not shape.prefers_expanded(8, keys)
     assert shape.prefers_expanded(1024, 1024) and shape.prefers_expanded(1024, 100_000)
     assert not shape.prefers_expanded(64, 100_000)
     assert not latent_shape(orthogonal=False).prefers_expanded(1024, 1024)
@@ -219,6 +221,24 @@ def refused_case(rank, world, tp, dcp, changes):
 def test_what_the_layer_does_not_know_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         run_on_ranks(1, refused_case, 1, 1, changes)
+
+
+def norms_of_nobody_case(rank, world):
+    parallel_state.initialize_model_parallel()
+    config = tiny_config(**mla())
+    spec = local_layer_spec(config)
+    spec.submodules.self_attention.submodules.q_layernorm = IdentityOp
+    spec.submodules.self_attention.submodules.kv_layernorm = IdentityOp
+    build_model(config, parallel_state.get_process_group_collection(), layer_spec=spec)
+
+
+def test_a_spec_without_norms_is_left_to_megatron():
+    """Megatron-Core 0.19 then wants a projection that holds the norm, which TransformerEngine has; 0.16 takes none."""
+    errors = run_on_ranks(1, norms_of_nobody_case, expect_errors=True)
+    if importlib.util.find_spec("megatron.core.transformer.mla_qk_norm_config") is None:
+        assert errors == [None]
+    else:
+        assert "qk_layernorm requires TransformerEngine" in str(errors[0])
 
 
 def half_case(rank, world, dtype):
