@@ -18,7 +18,7 @@ from megatron_dcp.checkpoint import names
 from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.runner import ModelRunner
-from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_config import ModelConfig, MoEConfig
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -36,6 +36,39 @@ def tiny_config(**changes: Any) -> ModelConfig:
         untie_embeddings_and_output_weights=True,
     )
     return ModelConfig(**{**fields, **changes})
+
+
+_SHARED = dict(moe_shared_expert_intermediate_size=56)
+_GROUPS = dict(moe_router_num_groups=4, moe_router_group_topk=2)
+MOE_KINDS: dict[str, dict[str, Any]] = {
+    "mixtral": dict(moe_router_topk=2),
+    "one expert": dict(moe_router_topk=1, moe_router_pre_softmax=True),
+    "qwen": dict(moe_router_topk=3, moe_router_pre_softmax=True, moe_router_topk_scaling_factor=2.0),
+    "deepseek-v3": dict(
+        moe_router_topk=4,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=2.5,
+        moe_layer_freq=(0, 1),
+        **_GROUPS,
+        **_SHARED,
+    ),
+    "deepseek-v2": dict(
+        moe_router_topk=4,
+        moe_router_pre_softmax=True,
+        moe_router_topk_scaling_factor=3.0,
+        moe_router_group_score_topk=1,
+        moe_layer_freq=(0, 1),
+        **_GROUPS,
+        **_SHARED,
+    ),
+}
+
+
+def moe_config(kind: str, num_experts: int = 8) -> ModelConfig:
+    """`tiny_config` with experts, routed as the models of that name route."""
+    fields = dict(num_experts=num_experts, moe_layer_freq=(1, 1), moe_ffn_hidden_size=24) | MOE_KINDS[kind]
+    return tiny_config(moe=MoEConfig(**fields))
 
 
 def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
+MOE_FAMILIES = ("mixtral", "qwen3_moe", *MLA_FAMILIES)
 BYTE_VOCAB = 260  # 256 bytes, <eos>, <bos>, two that no text uses
 
 
@@ -37,18 +39,22 @@ def tiny_model(
     tokenizer: bool = False,
     max_shard_size: str | None = None,
     seed: int = 0,
+    **further: Any,
 ) -> Path:
     """Directory of a random model.
 
     Args:
-        family: ``llama``, ``qwen2`` (QKV biases) or ``qwen3`` (QK norm).
-        head_dim: Default ``hidden / heads``, but for ``qwen3`` 12, which is not that.
-        rope_scaling: Items of the dict, e.g. ``LLAMA3``.
+        family: One of `FAMILIES` or `MOE_FAMILIES`. The latter have 8 experts, of which a token sees 4, and layer 0
+            dense where the family can have that; those of `MLA_FAMILIES` have a KV head per query head, and
+            ``head_dim`` says nothing.
+        head_dim: Default ``hidden / heads``, but for ``qwen3`` and ``qwen3_moe`` 12, which is not that.
+        rope_scaling: Items of the dict, e.g. ``LLAMA3``, or ``YARN`` for `MLA_FAMILIES`.
         tokenizer: Add a byte-level tokenizer; ``vocab_size`` is then at least `BYTE_VOCAB`.
         max_shard_size: Split the weights into files of this size, e.g. ``"20KB"``.
+        further: More keys of the family's ``config.json``, e.g. ``q_lora_rank=None``; lists as tuples.
     """
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     directory = _new_directory(family)
     sizes: dict[str, Any] = dict(
@@ -64,20 +70,26 @@ def tiny_model(
         eos_token_id=256 if tokenizer else vocab_size - 1,
         rope_parameters={"rope_type": "default", **dict(rope_scaling or ()), "rope_theta": rope_theta},
     )
-    kinds = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-    if family == "qwen3":
+    if family in ("qwen3", "qwen3_moe"):
         head_dim = head_dim or 12
     if head_dim is not None:
         sizes["head_dim"] = head_dim
-    model = AutoModelForCausalLM.from_config(kinds[family](**sizes), dtype=getattr(torch, dtype))
+    if family in MLA_FAMILIES:
+        sizes["num_key_value_heads"] = heads
+    sizes |= _EXPERTS.get(family, {})
+    sizes |= {key: list(value) if isinstance(value, tuple) else value for key, value in further.items()}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=getattr(torch, dtype))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in sorted(model.named_parameters()):
+        tensors = [*model.named_parameters(), *(each for each in model.named_buffers() if "e_score" in each[0])]
+        for name, parameter in sorted(tensors):
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
-                noise = noise * (1.0 if "embed" in name or "lm_head" in name else 1.5 * parameter.shape[1] ** -0.5)
+            if parameter.dim() >= 2:
+                noise = noise * (1.0 if "embed" in name or "lm_head" in name else 1.5 * parameter.shape[-1] ** -0.5)
             elif name.endswith("norm.weight") or "layernorm" in name:
                 noise = 1 + 0.2 * noise
+            elif "e_score" in name:
+                noise = 0.2 * noise  # decides between scores, which lie between 0 and 1
             parameter.copy_(noise)
     options = {"max_shard_size": max_shard_size} if max_shard_size else {}
     model.save_pretrained(directory, **options)
@@ -86,6 +98,25 @@ def tiny_model(
     return directory
 
 
+_LATENT = dict(
+    q_lora_rank=24, kv_lora_rank=28, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=8,
+    num_experts_per_tok=4, moe_intermediate_size=20, first_k_dense_replace=1, routed_scaling_factor=1.5,
+)  # fmt: skip
+_EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": dict(num_local_experts=8, num_experts_per_tok=4),
+    "qwen3_moe": dict(
+        num_experts=8, num_experts_per_tok=4, moe_intermediate_size=20, mlp_only_layers=[0], norm_topk_prob=True
+    ),
+    "deepseek_v2": dict(_LATENT, n_shared_experts=2, topk_method="greedy"),
+    "deepseek_v3": dict(_LATENT, n_shared_experts=1, n_group=4, topk_group=2),
+}
+YARN = (
+    ("rope_type", "yarn"),
+    ("factor", 8.0),
+    ("original_max_position_embeddings", 64),
+    ("mscale", 0.7),
+    ("mscale_all_dim", 0.9),
+)
 LLAMA3 = (
     ("rope_type", "llama3"),
     ("factor", 4.0),

@@ -12,14 +12,20 @@ from typing import Any
 
 import torch
 
+from megatron_dcp.checkpoint.arguments_parts import (
+    MOE_OFF,
+    mla_from_args,
+    moe_from_args,
+    parts_to_args,
+    yarn_from_args,
+)
 from megatron_dcp.checkpoint.names import VOCAB_DIVISIBLE_BY
 from megatron_dcp.model_config import ModelConfig
 
 # Arguments of Megatron-LM that change the model in a way that `ModelConfig` cannot say, and the values that do not.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": (None, False),
     "mtp_num_layers": (None, 0),
+    "mla_down_proj_fusion": (None, False),
     "window_size": (None,),
     "is_hybrid_model": (None, False),
     "hybrid_override_pattern": (None, ""),
@@ -41,7 +47,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "use_mup": (None, False),
     "use_legacy_models": (None, False),
-    "num_moe_experts": (None, 0),
+    **MOE_OFF,
 }
 
 # The constants that Megatron-Core fixes for --use-rope-scaling (Llama 3.1's).
@@ -85,13 +91,13 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     ffn = values.get("ffn_hidden_size")
     if ffn is None:  # Megatron-LM's own rule for an argument left out
         ffn = int((4 * values["hidden_size"] * 2 / 3) / 64) * 64 if gated else 4 * values["hidden_size"]
+    mla = mla_from_args(values)
     return ModelConfig(
         num_layers=values["num_layers"],
         hidden_size=values["hidden_size"],
         ffn_hidden_size=ffn,
         num_attention_heads=heads,
-        # --num-query-groups has a default of 1, which counts only together with --group-query-attention.
-        num_query_groups=(values.get("group_query_attention", True) and values.get("num_query_groups")) or heads,
+        num_query_groups=heads if mla else _query_groups(values, heads),
         kv_channels=values.get("kv_channels") or values["hidden_size"] // heads,
         vocab_size=_vocab_size(values),
         padded_vocab_size=values["padded_vocab_size"],
@@ -107,6 +113,8 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         rope_scaling=_rope_scaling(values),
         untie_embeddings_and_output_weights=bool(values.get("untie_embeddings_and_output_weights")),
         eos_token_ids=tuple(values.get("eos_token_ids") or ()),
+        mla=mla,
+        moe=moe_from_args(values, values["num_layers"], ffn),
     )
 
 
@@ -162,7 +170,7 @@ def args_from_config(
         pipeline_model_parallel_size=1,
         virtual_pipeline_model_parallel_size=None,
         expert_model_parallel_size=1,
-        num_experts=None,
+        expert_tensor_parallel_size=1,
         transformer_impl="local",
         tokenizer_type="HuggingFaceTokenizer" if has_tokenizer else None,
         iteration=iteration,
@@ -171,11 +179,17 @@ def args_from_config(
         rope_scaling=config.rope_scaling,
         eos_token_ids=list(config.eos_token_ids),
         hf_config=hf_config,
+        **parts_to_args(config),
     )
 
 
 def _first(values: dict[str, Any], names: tuple[str, ...], default: Any) -> Any:
     return next((values[name] for name in names if values.get(name) is not None), default)
+
+
+def _query_groups(values: dict[str, Any], heads: int) -> int:
+    """``--num-query-groups`` has a default of 1, which counts only together with ``--group-query-attention``."""
+    return (values.get("group_query_attention", True) and values.get("num_query_groups")) or heads
 
 
 def _check_positions(values: dict[str, Any], where: str) -> None:
@@ -198,6 +212,8 @@ def _vocab_size(values: dict[str, Any]) -> int:
 def _rope_scaling(values: dict[str, Any]) -> dict[str, Any] | None:
     if values.get("rope_scaling"):
         return dict(values["rope_scaling"])
+    if values.get("multi_latent_attention"):
+        return yarn_from_args(values)
     if values.get("use_rope_scaling"):
         return {"rope_type": "llama3", "factor": float(values.get("rope_scaling_factor") or 8.0), **_LLAMA3}
     factor = values.get("rotary_seq_len_interpolation_factor")

@@ -2,9 +2,7 @@
 
 Read without process groups and without Megatron: ``.metadata`` says which file holds which box of which tensor, and
 exactly the boxes that are asked for are read. Optimizer states are other tensors of the same files; they are never
-touched. Layers may be stacked, ``decoder.layers.X`` of shape ``[layers, ...]``, as Megatron does by default, or
-numbered, ``decoder.layers.3.X``. The arguments lie in ``common.pt`` (Megatron-Core 0.16) or in an object of the
-checkpoint itself (0.19).
+touched. The arguments lie in ``common.pt`` (Megatron-Core 0.16) or in an object of the checkpoint itself (0.19).
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ import io
 import json
 import math
 import pickle
-import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +22,15 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_dcp.checkpoint.arguments import config_from_args
+from megatron_dcp.checkpoint.dist_keys import find_tensors
 from megatron_dcp.checkpoint.files import Location
-from megatron_dcp.checkpoint.names import layer_name, local_name, shard_ranges, split_layer_name
+from megatron_dcp.checkpoint.names import shard_ranges
 from megatron_dcp.checkpoint.safe import load_metadata, load_torch
 from megatron_dcp.checkpoint.source import Source, check_tensors
 from megatron_dcp.model_config import ModelConfig
 
 COMMON = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
-EMBEDDING = "embedding.word_embeddings.weight"
-# States of a training that lie in the same files.
-_TRAINING = ("optimizer", "chained_", "rng_state", "rerun_state")
-_STACKED = re.compile(r"^decoder\.layers\.([^\d.].*)$")
-# Megatron can save the two halves of a gated MLP's first layer under names of their own (singleton_local_shards).
-_HALF = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias))_([wv])$")
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """Where a tensor lies: under which keys (the parts along dimension 0), and at which index of a stack."""
-
-    keys: tuple[str, ...]
-    layer: int | None
 
 
 class DistSource(Source):
@@ -67,7 +50,7 @@ class DistSource(Source):
             for key, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        self._stored = _find_tensors(self._sizes, config.num_layers, str(location.data))
+        self._stored = find_tensors(self._sizes, config, str(location.data))
         found = {name: self._stored_shape(name) for name in self._stored}
         vocab = {name: config.vocab_size for name, spec in self.specs.items() if spec.vocab}
         expected = {name: spec.shape for name, spec in self.specs.items()}
@@ -82,7 +65,7 @@ class DistSource(Source):
         parts = []
         for key in stored.keys:
             shape = self._part_shape(name, key)
-            parts.append(self._read_box(key, stored.layer, [0] * len(shape), shape))
+            parts.append(self._read_box(key, stored.index, [0] * len(shape), shape))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_shard(self, name: str, tp: int, rank: int) -> Tensor:
@@ -94,21 +77,18 @@ class DistSource(Source):
         for start, length in shard_ranges(spec, tp, rank):
             offsets, sizes = [0] * len(spec.shape), list(spec.shape)
             offsets[spec.tp_dim], sizes[spec.tp_dim] = start, length
-            boxes.append(self._read_box(stored.keys[0], stored.layer, offsets, sizes))
+            boxes.append(self._read_box(stored.keys[0], stored.index, offsets, sizes))
         return boxes[0] if len(boxes) == 1 else torch.cat(boxes, dim=spec.tp_dim)
 
     def _part_shape(self, name: str, key: str) -> list[int]:
-        size = self._sizes[key]
-        return list(size if self._stored[name].layer is None else size[1:])
+        return list(self._sizes[key][len(self._stored[name].index) :])
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         first, *others = [self._part_shape(name, key) for key in self._stored[name].keys]
         return tuple(first) if not others else (first[0] + sum(shape[0] for shape in others), *first[1:])
 
-    def _read_box(self, key: str, layer: int | None, offsets: list[int], sizes: list[int]) -> Tensor:
-        if layer is None:
-            return self._reader.read(key, offsets, sizes)
-        return self._reader.read(key, [layer, *offsets], [1, *sizes])[0]
+    def _read_box(self, key: str, index: tuple[int, ...], offsets: list[int], sizes: list[int]) -> Tensor:
+        return self._reader.read(key, [*index, *offsets], [1] * len(index) + sizes).view(sizes)
 
 
 def read_dist_config(location: Location) -> ModelConfig:
@@ -226,36 +206,3 @@ def _read_backend(path: Path) -> Any:
 def _read_args(location: Location, reader: _Reader) -> tuple[Any, ModelConfig]:
     args = reader.common().get("args")
     return args, config_from_args(args, str(location.data))
-
-
-def _find_tensors(sizes: dict[str, tuple[int, ...]], num_layers: int, where: str) -> dict[str, _Stored]:
-    """Where every tensor of the model lies, by Megatron's local names; whatever belongs to a training is left out."""
-    keys = {key for key in sizes if not key.startswith(_TRAINING)}
-    embeddings = [key for key in keys if key.endswith(EMBEDDING)]
-    prefix = embeddings[0].removesuffix(EMBEDDING) if len(embeddings) == 1 else ""
-
-    halves: dict[str, dict[str, str]] = {}
-    for key in keys:
-        match = _HALF.match(key)
-        if match:
-            halves.setdefault(match[1], {})[match[2]] = key
-    stored: dict[str, tuple[str, ...]] = {key: (key,) for key in keys if not _HALF.match(key)}
-    for key, half in halves.items():
-        stored[key] = tuple(half[which] for which in ("w", "v") if which in half)
-
-    found: dict[str, _Stored] = {}
-    for key, parts in stored.items():
-        name = key.removeprefix(prefix)
-        stack = _STACKED.match(name)
-        if stack is None:
-            layer, rest = split_layer_name(name)
-            found[name if layer is None else layer_name(layer, local_name(rest))] = _Stored(parts, None)
-            continue
-        if any(len(sizes[part]) < 2 or sizes[part][0] != num_layers for part in parts):
-            raise ValueError(
-                f"{key} in {where} has shape {sizes[parts[0]]}, but the checkpoint's configuration asks for "
-                f"{num_layers} layers: one of the two belongs to another model"
-            )
-        for layer in range(num_layers):
-            found[layer_name(layer, local_name(stack[1]))] = _Stored(parts, layer)
-    return found

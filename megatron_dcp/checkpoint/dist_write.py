@@ -1,7 +1,7 @@
 """Writing Megatron-Core's ``torch_dist`` format from a `Source`: one process, no groups, no Megatron.
 
 The result is what Megatron-Core itself would save for such a model: its ``dist_checkpointing.load`` reads it at any
-tensor and pipeline parallel size. Tensors are read while they are written, one at a time.
+tensor, pipeline and expert parallel size. Tensors are read while they are written, one at a time.
 """
 
 from __future__ import annotations
@@ -28,26 +28,15 @@ from torch.distributed.checkpoint.planner import (
 
 from megatron_dcp.checkpoint.arguments import args_from_config
 from megatron_dcp.checkpoint.dist import COMMON
-from megatron_dcp.checkpoint.names import fused_name, split_layer_name
+from megatron_dcp.checkpoint.dist_keys import EMBEDDING, extra_state_keys, places
 from megatron_dcp.checkpoint.source import Source
 
 CHECKPOINT_VERSION = 3.0
 
-# Modules for which Megatron also loads an (empty) extra state: with its own layers the linear ones, with
-# TransformerEngine's layers all of them. It refuses to load a checkpoint that lacks one.
-_EXTRA_STATES = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "self_attention.core_attention",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-_QK_NORM_EXTRA_STATES = ("self_attention.q_layernorm", "self_attention.k_layernorm")
-
 
 def common_state(source: Source, iteration: int) -> dict[str, Any]:
     """What both Megatron formats hold besides tensors."""
-    dtype = source.dtype("embedding.word_embeddings.weight")
+    dtype = source.dtype(EMBEDDING)
     return {
         "args": args_from_config(
             source.config,
@@ -98,8 +87,7 @@ class Writer(FileSystemWriter):
 class _StreamingPlanner(DefaultSavePlanner):
     """Plans the source's tensors by shape, and reads each one when its turn to be written comes.
 
-    The tensors of all layers form one tensor of the checkpoint with the layer as its first dimension, as Megatron
-    does; every layer is one piece of it.
+    Tensors that lie in a stack (of layers, of experts) are pieces of one tensor of the checkpoint.
     """
 
     def __init__(self, source: Source, progress: Callable[[str], None] | None) -> None:
@@ -107,25 +95,22 @@ class _StreamingPlanner(DefaultSavePlanner):
         self._source = source
         self._progress = progress
         self._names: dict[MetadataIndex, str] = {}
+        self._seen: set[str] = set()
 
     def create_local_plan(self) -> SavePlan:
-        layers = self._source.config.num_layers
-        items = [_object_item(key) for key in _extra_state_keys(layers, self._source.config.qk_layernorm)]
-        for name, spec in self._source.specs.items():
-            layer, rest = split_layer_name(name)
-            if layer is None:
-                key, size, offsets, sizes = name, spec.shape, [0] * len(spec.shape), spec.shape
-            else:
-                key, size = f"decoder.layers.{fused_name(rest)}", (layers, *spec.shape)
-                offsets, sizes = [layer, *[0] * len(spec.shape)], (1, *spec.shape)
-            index = MetadataIndex(key, torch.Size(offsets))
-            self._names[index] = name
-            data = TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes)),
-                properties=TensorProperties(dtype=self._source.dtype(name)),
-                size=torch.Size(size),
-            )
-            items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+        config, specs = self._source.config, self._source.specs
+        items = [_object_item(key) for key in extra_state_keys(specs, config)]
+        for name, spec in specs.items():
+            for place in places(name, config):
+                offsets = torch.Size([*place.index, *[0] * len(spec.shape)])
+                index = MetadataIndex(place.key, offsets)
+                self._names[index] = name
+                data = TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets, torch.Size([*[1] * len(place.stack), *spec.shape])),
+                    properties=TensorProperties(dtype=self._source.dtype(name)),
+                    size=torch.Size([*place.stack, *spec.shape]),
+                )
+                items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items=items)
         return self.plan
 
@@ -135,16 +120,10 @@ class _StreamingPlanner(DefaultSavePlanner):
         name = self._names[MetadataIndex(write_item.index.fqn, write_item.index.offset)]
         assert write_item.tensor_data is not None
         tensor = self._source.read(name).contiguous().view(write_item.tensor_data.chunk.sizes)
-        if self._progress is not None:
+        if self._progress is not None and name not in self._seen:
             self._progress(name)
+        self._seen.add(name)
         return tensor
-
-
-def _extra_state_keys(layers: int, qk_layernorm: bool) -> list[str]:
-    """Unique keys of the extra states: the module's name, the layer's place among all layers."""
-    modules = _EXTRA_STATES + (_QK_NORM_EXTRA_STATES if qk_layernorm else ())
-    keys = [f"decoder.layers.{module}._extra_state/shard_{i}_{layers}" for i in range(layers) for module in modules]
-    return [*keys, "decoder.final_layernorm._extra_state/shard_0_1"]
 
 
 def _object_item(key: str) -> WriteItem:

@@ -47,11 +47,11 @@ class HFSource(Source):
             for row in rows
             for name, shape in zip(row.hf, row.transform.hf_shapes(self.specs[row.megatron].shape, config), strict=True)
         }
-        ignored = set() if config.untie_embeddings_and_output_weights else {"lm_head.weight"}
+        ignored = _ignored(config, hf_config)
         found = {
             name: tuple(file.get_slice(name).get_shape())
             for name, file in self._files.items()
-            if name not in ignored and not name.endswith("rotary_emb.inv_freq")
+            if not name.startswith(ignored) and not name.endswith("rotary_emb.inv_freq")
         }
         check_tensors(found, expected, str(location.data))
         for name in found:
@@ -118,6 +118,13 @@ def _read_config(location: Location) -> tuple[ModelConfig, dict[str, Any]]:
     generation = location.data / "generation_config.json"
     config, _ = config_from_hf(values, str(path), generation=read_json(generation) if generation.is_file() else None)
     return config, values
+
+
+def _ignored(config: ModelConfig, hf_config: dict[str, Any]) -> tuple[str, ...]:
+    """How names start that are no part of the model: a tied head, and layers that only predict further tokens."""
+    further = range(config.num_layers, config.num_layers + (hf_config.get("num_nextn_predict_layers") or 0))
+    tied = () if config.untie_embeddings_and_output_weights else ("lm_head.weight",)
+    return (*tied, *(f"model.layers.{layer}." for layer in further))
 
 
 def _open_files(directory: Path) -> dict[str, Any]:

@@ -9,10 +9,21 @@ from typing import Any
 import torch
 
 from megatron_dcp.checkpoint.families import FAMILIES, Family, family_of
+from megatron_dcp.checkpoint.families.base import common_keys
 from megatron_dcp.checkpoint.names import padded_vocab_size
 from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.rope import inverse_frequencies
 
+# Keys about the shape that are not written: other names of those that are, or taken for granted.
+_OTHER_NAMES = (
+    "rope_parameters",
+    "layer_types",
+    "dtype",
+    "qk_head_dim",
+    "head_dim",
+    "num_local_experts",
+    "moe_layer_freq",
+)
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -51,36 +62,34 @@ def config_from_hf(
         ValueError: The family is not supported, a size is missing, or the model has parts that are not supported.
     """
     family = family_named(values, where)
+    missing = [name for name in family.nullable if name not in values]
     values = {**family.defaults, **{name: value for name, value in values.items() if value is not None}}
-    missing = [name for name in _REQUIRED if name not in values]
+    missing += [name for name in (*_REQUIRED, *family.required) if name not in values]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}, without which the model's shape is not known")
     _check_supported(values, family, where)
     theta, scaling = _rope(values, where)
     eos = (generation or {}).get("eos_token_id", values.get("eos_token_id"))
     try:
-        heads = values["num_attention_heads"]
-        config = ModelConfig(
+        fields: dict[str, Any] = dict(
             num_layers=values["num_hidden_layers"],
             hidden_size=values["hidden_size"],
             ffn_hidden_size=values["intermediate_size"],
-            num_attention_heads=heads,
-            num_query_groups=values.get("num_key_value_heads", heads),
-            kv_channels=values.get("head_dim", values["hidden_size"] // heads),
+            num_attention_heads=values["num_attention_heads"],
+            kv_channels=values["hidden_size"] // values["num_attention_heads"],
             vocab_size=values["vocab_size"],
             padded_vocab_size=padded_vocab_size(values["vocab_size"]),
             max_position_embeddings=values["max_position_embeddings"],
             normalization="RMSNorm",
             norm_epsilon=values["rms_norm_eps"],
             swiglu=True,
-            add_qkv_bias=family.qkv_bias,
             add_bias_linear=False,
-            qk_layernorm=family.qk_norm,
             rotary_base=theta,
             rope_scaling=scaling,
             untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
             eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         )
+        config = ModelConfig(**fields | family.shape(values))
         inverse_frequencies(config)  # knows which scalings there are
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{where} describes no model that can be built: {error}") from error
@@ -107,20 +116,8 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, original: dict[str, An
     values: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_query_groups,
-        "head_dim": config.kv_channels,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_epsilon,
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        "rope_theta": config.rotary_base,
-        "rope_scaling": config.rope_scaling,
-        "attention_bias": False,
+        **common_keys(config),
+        **family.keys(config),
         "use_cache": True,
         "bos_token_id": None,
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
@@ -128,8 +125,9 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, original: dict[str, An
         "torch_dtype": name,
     }
     if original:
-        about_shape = {*values, "rope_parameters", "layer_types", "dtype"} - {"bos_token_id", "pad_token_id"}
+        about_shape = {*values, *_OTHER_NAMES} - {"bos_token_id", "pad_token_id"}
         values |= {key: value for key, value in original.items() if key not in about_shape}
+    config_from_hf(values, "the config.json of this model")  # a RoPE, too, that the family does not have is an error
     return values
 
 
@@ -144,7 +142,11 @@ def _describes(original: dict[str, Any], config: ModelConfig) -> bool:
 
 def _check_supported(values: dict[str, Any], family: Family, where: str) -> None:
     if "quantization_config" in values:
-        raise ValueError(f"{where} has quantization_config: quantised weights are not supported; use the original ones")
+        raise ValueError(
+            f"{where} has quantization_config: quantised weights are not supported; use the original ones, or load the "
+            "model with transformers, which dequantises it where it can (quantization_config=FineGrainedFP8Config("
+            "dequantize=True) for DeepSeek's fp8), and save it with save_pretrained"
+        )
     for name, off in {**family.off, "hidden_act": ("silu",), "partial_rotary_factor": (1, 1.0)}.items():
         if name in values and values[name] not in off:
             raise ValueError(f"{name}={values[name]!r} in {where} is not supported for {family.model_type} models")
@@ -163,4 +165,16 @@ def _rope(values: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | N
         raise ValueError(f"partial_rotary_factor in {where} is not supported")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     parameters.pop("type", None)
+    if kind == "yarn":
+        _check_yarn(parameters, where)
     return theta, None if kind == "default" else {**parameters, "rope_type": kind}
+
+
+def _check_yarn(parameters: dict[str, Any], where: str) -> None:
+    """``transformers`` takes ``mscale`` and ``mscale_all_dim`` for cos and sin only together, Megatron each alone."""
+    mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    if not all_dim and mscale not in (None, 1, 1.0) or all_dim and not mscale:
+        raise ValueError(
+            f"mscale={mscale} with mscale_all_dim={all_dim} in {where} is not supported: transformers and Megatron "
+            "read it differently; give both, or neither"
+        )

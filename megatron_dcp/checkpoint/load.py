@@ -12,7 +12,7 @@ from megatron_dcp.checkpoint.dist import read_dist_config
 from megatron_dcp.checkpoint.files import locate
 from megatron_dcp.checkpoint.hf import read_hf_config
 from megatron_dcp.checkpoint.legacy import read_legacy_config
-from megatron_dcp.checkpoint.names import padded_vocab_size
+from megatron_dcp.checkpoint.names import global_expert_name, padded_vocab_size
 from megatron_dcp.checkpoint.source import Source
 from megatron_dcp.comm.consensus import agree, same_on_all
 from megatron_dcp.model_config import ModelConfig
@@ -70,13 +70,13 @@ def load_model(
 ) -> tuple[GPTModel, ModelConfig]:
     """Build the model of the checkpoint ``path`` on this rank and fill it. Call it on every rank of the model.
 
-    The checkpoint may have any format and have been saved at any tensor parallel size. Every rank reads its own
-    shard; nothing is sent. Memory beyond the model: one tensor.
+    The checkpoint may have any format and have been saved at any tensor or expert parallel size. Every rank reads its
+    own shard, and its own experts only; nothing is sent. Memory beyond the model: one tensor.
 
     Args:
         path: As for `convert`.
-        pg_collection: Process groups; ``.tp`` decides the shard.
-        dtype: dtype of the parameters, whatever they are stored in.
+        pg_collection: Process groups; ``.tp`` decides the shard, of experts ``.ep`` and ``.expt_tp``.
+        dtype: dtype of the parameters, whatever they are stored in; biases that choose experts stay fp32.
         build: Further arguments of ``build_model``.
 
     Returns:
@@ -85,12 +85,12 @@ def load_model(
 
     Raises:
         ValueError: On every rank: the checkpoint is not sound (checked before the model is built), or its model
-            cannot be cut for this tensor parallel size.
+            cannot be cut for these tensor and expert parallel sizes.
     """
     from megatron_dcp._mcore import build_model
 
-    group = _ranks_of_model(pg_collection)
-    tp, rank = pg_collection.tp.size(), pg_collection.tp.rank()
+    groups = _ranks_of_model(pg_collection)
+    tp = pg_collection.tp.size()
     source: Source | None = None
     error: Exception | None = None
     try:
@@ -98,32 +98,63 @@ def load_model(
         if source.config.padded_vocab_size % tp:
             source.repad(padded_vocab_size(source.config.vocab_size, tp))
         source.config.check_tensor_parallel(tp)
+        if source.config.moe is not None:
+            source.config.check_expert_parallel(pg_collection.ep.size(), pg_collection.expt_tp.size())
     except Exception as caught:  # whatever it is: the other ranks wait
         error = caught
-    agree(error, group)
+    _agree(error, groups)
     assert source is not None
-    if group.size() > 1:
-        same_on_all(repr(source.config), group, f"the shape of the model in {path}")
+    for group in groups:
+        try:
+            same_on_all(repr(source.config), group, f"the shape of the model in {path}")
+        except ValueError as caught:
+            error = caught
+    _agree(error, groups)
 
     model = build_model(source.config, pg_collection, dtype=dtype, device=device, **build)
     try:
-        _fill(model, source, tp, rank)
+        _fill(model, source, pg_collection)
     except Exception as caught:
         error = caught
-    agree(error, group)
+    _agree(error, groups)
     return model, source.config
 
 
 @torch.no_grad()
-def _fill(model: torch.nn.Module, source: Source, tp: int, rank: int) -> None:
-    parameters = dict(model.named_parameters())
-    assert set(parameters) == set(source.specs), set(parameters) ^ set(source.specs)
-    for name, parameter in parameters.items():
-        tensor = source.read_shard(name, tp, rank)
-        assert tensor.shape == parameter.shape, (name, tensor.shape, parameter.shape)
-        parameter.copy_(tensor)
+def _fill(model: torch.nn.Module, source: Source, pg_collection: ProcessGroupCollection) -> None:
+    """Fill parameters and persistent buffers, each kind of which has a rank of its own."""
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+    first = 0
+    if source.config.moe is not None:
+        first = pg_collection.ep.rank() * (source.config.moe.num_experts // pg_collection.ep.size())
+    read = set()
+    for name, tensor in tensors.items():
+        whole = global_expert_name(name, first)
+        spec = source.specs[whole]
+        cut = pg_collection.expt_tp if spec.expert else pg_collection.tp
+        shard = source.read_shard(whole, cut.size(), cut.rank())
+        assert shard.shape == tensor.shape, (name, shard.shape, tensor.shape)
+        tensor.copy_(shard)
+        read.add(whole)
+    others = {name for name, spec in source.specs.items() if not spec.expert}
+    assert others <= read, others - read
 
 
-def _ranks_of_model(pg_collection: ProcessGroupCollection) -> ProcessGroup:
-    """The ranks that must fail together: all that decode together where DCP groups exist."""
-    return getattr(pg_collection, "dcp_replica", None) or pg_collection.tp
+def _ranks_of_model(pg_collection: ProcessGroupCollection) -> list[ProcessGroup]:
+    """The ranks that must fail together: all that decode together where DCP groups exist, and that share experts."""
+    groups = [getattr(pg_collection, "dcp_replica", None) or pg_collection.tp]
+    if hasattr(pg_collection, "ep") and pg_collection.ep.size() > 1:
+        groups.append(pg_collection.tp_ep)
+    return groups
+
+
+def _agree(error: Exception | None, groups: list[ProcessGroup]) -> None:
+    """`agree` over all groups; an error reaches every rank that shares a group with one that has it."""
+    for group in groups:
+        try:
+            agree(error, group)
+        except (ValueError, RuntimeError) as caught:
+            error = caught
+    if error is not None:
+        raise error

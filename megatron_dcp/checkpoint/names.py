@@ -7,6 +7,7 @@ parallel ranks together, vocabulary padded.
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +17,14 @@ from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
 
 VOCAB_DIVISIBLE_BY = 128
 
-# TransformerEngine's layers hold the norm in front of a linear layer inside that layer; so do torch_dist checkpoints.
-FUSED_NORMS = {
+# TransformerEngine's layers hold the norm in front of a linear layer inside that layer: its names, the plain ones.
+_FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-}
-MLA_FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+(?=\.)")
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 
 
@@ -65,18 +65,23 @@ def split_layer_name(name: str) -> tuple[int | None, str]:
     return (int(match[1]), match[2]) if match else (None, name)
 
 
+def global_expert_name(name: str, first: int) -> str:
+    """``name``, whose expert has a rank's own number, with the global one; expert ``first`` is the rank's first."""
+    return _EXPERT.sub(lambda match: str(int(match[0]) + first), name)
+
+
 def local_name(rest: str) -> str:
     """The name inside a layer that Megatron's local spec uses for ``rest``, which may be a fused norm's."""
-    for fused, plain in {**FUSED_NORMS, **MLA_FUSED_NORMS}.items():
+    for fused, plain in _FUSED_NORMS.items():
         if rest.startswith(fused):
             return plain + rest.removeprefix(fused)
     return rest
 
 
-def fused_name(rest: str) -> str:
-    """Inverse of `local_name`: the name inside a layer that ``torch_dist`` checkpoints use."""
-    for fused, plain in FUSED_NORMS.items():
-        if rest.startswith(plain):
+def fused_name(rest: str, modules: Container[str]) -> str:
+    """Inverse of `local_name`: the name inside a layer whose ``modules`` hold the norm in front of them."""
+    for fused, plain in _FUSED_NORMS.items():
+        if rest.startswith(plain) and fused.removesuffix(".layer_norm_") in modules:
             return fused + rest.removeprefix(plain)
     return rest
 

@@ -80,22 +80,25 @@ def save_model(
     return dst
 
 
+_SHAPE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "qk_layernorm",
+)  # fmt: skip
+# What Megatron names differently, or fills in by itself, or does not know.
+_NOT_COMPARED = ("num_experts", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_group_score_topk")
+
+
 def _check_shape(model: torch.nn.Module, config: ModelConfig) -> None:
     theirs: Any = model.config
-    pairs = {
-        "num_layers": theirs.num_layers,
-        "hidden_size": theirs.hidden_size,
-        "ffn_hidden_size": theirs.ffn_hidden_size,
-        "num_attention_heads": theirs.num_attention_heads,
-        "num_query_groups": theirs.num_query_groups,
-        "kv_channels": theirs.kv_channels,
-        "normalization": theirs.normalization,
-        "qk_layernorm": theirs.qk_layernorm,
-        "swiglu": theirs.gated_linear_unit,
-    }
-    for name, value in pairs.items():
-        if getattr(config, name) != value:
-            raise ValueError(f"{name}={getattr(config, name)!r} is not the model's, which has {value!r}")
+    ours = {name: getattr(config, name) for name in _SHAPE}
+    ours |= {"gated_linear_unit": config.swiglu, "multi_latent_attention": config.mla is not None}
+    ours |= {"num_moe_experts": None if config.moe is None else config.moe.num_experts}
+    for part in (config.mla, config.moe):
+        if part is not None:
+            ours |= {name: value for name, value in vars(part).items() if name not in _NOT_COMPARED}
+    for name, value in ours.items():
+        if getattr(theirs, name) != value:
+            raise ValueError(f"{name}={value!r} is not the model's, which has {getattr(theirs, name)!r}")
 
 
 def _save_sharded(model: Any, directory: Path, pg_collection: ProcessGroupCollection | None) -> None:

@@ -79,7 +79,7 @@ def enable_dcp(model: torch.nn.Module) -> Any:
     moe_layers = [layer for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
     for layer in moe_layers:
         check_router(layer.mlp)
-        if not is_plain(layer):
+        if type(layer) not in (TransformerLayer, DCPTransformerLayer) or not is_plain(layer):
             raise ValueError(
                 f"layer {layer.layer_number} has experts and more than Megatron's own TransformerLayer computes "
                 f"({type(layer).__name__}), which DCP decoding does not know"

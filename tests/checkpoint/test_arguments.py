@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dcp.checkpoint.arguments import args_from_config, config_from_args
-from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -21,6 +21,24 @@ CONFIG = ModelConfig(
     padded_vocab_size=128,
     max_position_embeddings=512,
 )
+MLA = MLAConfig(q_lora_rank=24, kv_lora_rank=28, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+LATENT: dict[str, Any] = {"mla": MLA, "qk_layernorm": True, "num_query_groups": 4}
+MOE = MoEConfig(
+    num_experts=8,
+    moe_layer_freq=(0, 1),
+    moe_ffn_hidden_size=20,
+    moe_router_topk=4,
+    moe_router_score_function="sigmoid",
+    moe_router_topk_scaling_factor=2.5,
+    moe_router_enable_expert_bias=True,
+    moe_router_num_groups=4,
+    moe_router_group_topk=2,
+    moe_router_group_score_topk=1,
+    moe_shared_expert_intermediate_size=40,
+)
+YARN = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "mscale": 0.7, "mscale_all_dim": 0.9,
+}  # fmt: skip
 # What a training on the command line of Megatron-LM leaves in its arguments, where it matters.
 TRAINED: dict[str, Any] = dict(
     num_layers=4, hidden_size=64, num_attention_heads=8, num_query_groups=1, group_query_attention=False,
@@ -50,6 +68,9 @@ def read(**changes: Any) -> ModelConfig:
                 "original_max_position_embeddings": 64,
             }
         },
+        LATENT,
+        {**LATENT, "mla": replace(MLA, q_lora_rank=None), "rope_scaling": YARN, "moe": MOE},
+        {"moe": MoEConfig(num_experts=4, moe_layer_freq=(1, 1), moe_ffn_hidden_size=20, moe_router_topk=2)},
     ],
 )  # fmt: skip
 def test_round_trip(changes: dict[str, Any]) -> None:
@@ -80,11 +101,67 @@ def test_rope_scaling_of_megatron() -> None:
     assert read(rotary_seq_len_interpolation_factor=2).rope_scaling == {"rope_type": "linear", "factor": 2.0}
 
 
+LATENT_ARGS: dict[str, Any] = dict(
+    multi_latent_attention=True, qk_layernorm=True, q_lora_rank=None, kv_lora_rank=32, qk_head_dim=16,
+    qk_pos_emb_head_dim=8, v_head_dim=12,
+)  # fmt: skip
+
+
+def test_latent_attention_of_megatron() -> None:
+    config = read(**LATENT_ARGS, group_query_attention=True, num_query_groups=2)
+    assert config.mla == MLAConfig(
+        q_lora_rank=None, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12
+    )
+    assert config.num_query_groups == 8  # every head has its own keys and values
+    # Without --rope-type, latent attention takes yarn, with these numbers where they are left out.
+    assert config.rope_scaling == {
+        "rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1,
+        "mscale": 1.0, "mscale_all_dim": 0.0,
+    }  # fmt: skip
+    assert read(**LATENT_ARGS, rope_type="rope", rotary_scaling_factor=40).rope_scaling is None
+    assert read(**LATENT_ARGS, rope_type="yarn", rotary_scaling_factor=1.0).rope_scaling is None
+    scaling = read(**LATENT_ARGS, rotary_scaling_factor=4.0, mscale=0.7, mscale_all_dim=0.9).rope_scaling
+    assert scaling is not None and (scaling["factor"], scaling["mscale"], scaling["mscale_all_dim"]) == (4.0, 0.7, 0.9)
+
+
+def test_yarn_reaches_megatrons_arguments() -> None:
+    args = args_from_config(replace(CONFIG, **LATENT, rope_scaling=YARN), dtype=torch.float32, iteration=1)
+    assert (args.rope_type, args.rotary_scaling_factor, args.original_max_position_embeddings) == ("yarn", 8.0, 64)
+    assert (args.beta_fast, args.beta_slow, args.mscale, args.mscale_all_dim) == (32.0, 1.0, 0.7, 0.9)
+    assert args_from_config(replace(CONFIG, **LATENT), dtype=torch.float32, iteration=1).rope_type == "rope"
+
+
+def test_experts_of_megatron() -> None:
+    moe = read(num_experts=8).moe
+    assert moe == MoEConfig(num_experts=8, moe_layer_freq=(1,) * 4, moe_ffn_hidden_size=128, moe_router_topk=2)
+    moe = read(num_experts=8, moe_layer_freq=3, moe_ffn_hidden_size=20, moe_router_pre_softmax=True).moe
+    assert moe is not None
+    assert (moe.moe_layer_freq, moe.moe_ffn_hidden_size, moe.moe_router_pre_softmax) == ((1, 0, 0, 1), 20, True)
+    moe = read(
+        num_experts=8, moe_layer_freq=[0, 1, 1, 0], moe_router_score_function="sigmoid", moe_router_pre_softmax=True,
+        moe_router_topk=4, moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=1.0,
+        moe_shared_expert_intermediate_size=40,
+    ).moe  # fmt: skip
+    assert moe == MoEConfig(
+        num_experts=8, moe_layer_freq=(0, 1, 1, 0), moe_ffn_hidden_size=128, moe_router_topk=4,
+        moe_router_score_function="sigmoid", moe_router_num_groups=4, moe_router_group_topk=2,
+        moe_router_group_score_topk=2, moe_shared_expert_intermediate_size=40,
+    )  # fmt: skip
+    moe = read(num_experts=8, moe_router_topk=4, moe_router_num_groups=1, moe_router_group_topk=1).moe
+    assert moe is not None and moe.moe_router_num_groups is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_experts": 8}, "num_experts=8"),
-        ({"multi_latent_attention": True}, "multi_latent_attention=True"),
+        ({"multi_latent_attention": True}, "multi_latent_attention=True without kv_lora_rank, qk_head_dim"),
+        ({**LATENT_ARGS, "qk_layernorm": False}, "qk_layernorm=False is not supported"),
+        ({"num_experts": 8, "moe_shared_expert_gate": True}, "moe_shared_expert_gate=True"),
+        ({"num_experts": 8, "moe_latent_size": 16}, "moe_latent_size=16"),
+        ({"num_experts": 8, "moe_router_load_balancing_type": "sinkhorn"}, "moe_router_load_balancing_type='sinkhorn'"),
+        ({"num_experts": 8, "moe_layer_freq": "[1]*4"}, r"moe_layer_freq='\[1\]\*4' is neither"),
+        ({"num_experts": 8, "moe_layer_freq": [1, 1]}, "moe_layer_freq has 2 entries for num_layers=4"),
+        ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
         ({"window_size": (128, 0)}, "window_size="),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute'"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),

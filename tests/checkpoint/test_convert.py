@@ -3,13 +3,14 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_dcp.checkpoint import convert, detect_format, load_tokenizer, open_source, read_config
 from megatron_dcp.checkpoint.hf import HFSource, write_hf
-from models import FAMILIES, LLAMA3, hf_model, hf_tensors, tiny_model
+from models import FAMILIES, LLAMA3, MOE_FAMILIES, YARN, hf_model, hf_tensors, tiny_model
 
 FORMATS = ("torch_dist", "legacy", "hf")
 ITERATION = "iter_0000001"
@@ -23,8 +24,9 @@ def assert_same_model(one: Path, other: Path) -> None:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"), [(f, tied) for f in FAMILIES for tied in (False, True)] + [(f, False) for f in MOE_FAMILIES]
+)
 def test_every_direction_is_bit_identical(family: str, tied: bool, tmp_path: Path) -> None:
     original = tiny_model(family, tied=tied)
     start = {"hf": original}
@@ -40,23 +42,40 @@ def test_every_direction_is_bit_identical(family: str, tied: bool, tmp_path: Pat
             assert json.loads((back / "config.json").read_text()) == json.loads((original / "config.json").read_text())
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_keeps_the_dtype(dtype: str, tmp_path: Path) -> None:
-    original = tiny_model("qwen3", dtype=dtype)
+# DeepSeek's routers and their biases stay fp32.
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("qwen3", "bfloat16"), ("qwen3", "float16"), ("deepseek_v3", "bfloat16")]
+)
+def test_keeps_the_dtype(family: str, dtype: str, tmp_path: Path) -> None:
+    original = tiny_model(family, dtype=dtype)
     for to in ("torch_dist", "legacy"):
         back = convert(convert(original, tmp_path / to, to=to), tmp_path / f"{to}-hf", to="hf")
         assert_same_model(back, original)
         assert json.loads((back / "config.json").read_text())["dtype"] == dtype
 
 
-def test_transformers_reads_what_was_written_without_the_original_config(tmp_path: Path) -> None:
-    original = tiny_model("qwen2", rope_scaling=LLAMA3, rope_theta=50000.0)
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        ("qwen2", {"rope_scaling": LLAMA3, "rope_theta": 50000.0}),
+        ("mixtral", {}),
+        ("qwen3_moe", {"norm_topk_prob": False}),
+        ("deepseek_v2", {"rope_scaling": YARN}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None}),
+        ("deepseek_v3", {"rope_theta": 50000.0}),
+    ],
+)
+def test_transformers_reads_what_was_written_without_the_original_config(
+    family: str, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    original = tiny_model(family, **keys)
     legacy = convert(original, tmp_path / "legacy", to="legacy")
     file = legacy / ITERATION / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(file, weights_only=False)
     state["args"].hf_config = None  # as in a checkpoint that was trained by Megatron
     torch.save(state, file)
     written = convert(legacy, tmp_path / "hf", to="hf")
+    assert json.loads((written / "config.json").read_text())["model_type"] == family
     ids = torch.arange(90)[None]
     with torch.no_grad():
         assert torch.equal(hf_model(written)(ids).logits, hf_model(original)(ids).logits)

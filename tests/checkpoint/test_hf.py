@@ -80,7 +80,7 @@ def test_end_tokens_of_the_generation_config_come_first() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type='mixtral'.*supported are llama, qwen2, qwen3"),
+        ({"model_type": "gemma"}, "model_type='gemma'.*supported are llama, qwen2, qwen3, mixtral"),
         ({"model_type": None}, "model_type=None"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"attention_bias": True}, "attention_bias=True"),

@@ -1,5 +1,6 @@
 """Loaded models on 1 to 4 tensor parallel ranks: the right shards, the logits of ``transformers``, errors on all."""
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from megatron_models import training_logits
 from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import convert, load_model, open_source
 from megatron_dcp.checkpoint.names import shard
-from models import FAMILIES, LLAMA3, hf_model, tiny_model
+from megatron_dcp.checkpoint.source import Source
+from models import FAMILIES, LLAMA3, MOE_FAMILIES, YARN, hf_model, tiny_model
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
@@ -25,6 +27,23 @@ def groups(world: int, **sizes: Any) -> Any:
     return parallel_state.get_process_group_collection()
 
 
+def wrong_tensors(model: torch.nn.Module, source: Source, pgs: Any) -> list[str]:
+    """Parameters and persistent buffers that are not this rank's part of what ``source`` holds."""
+    state = {name: value for name, value in model.state_dict().items() if not name.endswith("_extra_state")}
+    expected = {}
+    for name, spec in source.specs.items():
+        match = re.fullmatch(r"(.*local_experts\.)(\d+)(\..*)", name)
+        if match is None:
+            expected[name] = shard(source.read(name), spec, pgs.tp.size(), pgs.tp.rank())
+            continue
+        rank, local = divmod(int(match[2]), source.config.moe.num_experts // pgs.ep.size())
+        if rank == pgs.ep.rank():
+            part = shard(source.read(name), spec, pgs.expt_tp.size(), pgs.expt_tp.rank())
+            expected[f"{match[1]}{local}{match[3]}"] = part
+    assert state.keys() == expected.keys()
+    return [name for name, value in state.items() if not torch.equal(value, expected[name])]
+
+
 def whole_logits(model: torch.nn.Module, vocab_size: int, tp: Any) -> torch.Tensor:
     mine = training_logits(model, TOKENS).contiguous()
     parts = [torch.empty_like(mine) for _ in range(tp.size())]
@@ -32,29 +51,27 @@ def whole_logits(model: torch.nn.Module, vocab_size: int, tp: Any) -> torch.Tens
     return torch.cat(parts, dim=-1)[:, :vocab_size]
 
 
-def load_on_rank(rank: int, world: int, jobs: list[tuple[Path, bool]]) -> list[tuple[torch.Tensor | None, list[str]]]:
-    """Of every checkpoint: logits if asked for, and the parameters that are not this rank's shard of what it holds."""
-    pgs = groups(world)
+def load_on_rank(
+    rank: int, world: int, jobs: list[tuple[Path, bool]], sizes: dict[str, int] | None = None
+) -> list[tuple[torch.Tensor | None, list[str]]]:
+    """Of every checkpoint: logits if asked for, and the tensors that are not this rank's part of what it holds."""
+    pgs = groups(world, **(sizes or {}))
     results = []
     for path, forward in jobs:
         model, config = load_model(path, pgs)
         source = open_source(path)
         if source.config != config:
             source.repad(config.padded_vocab_size)
-        wrong = [
-            name
-            for name, parameter in model.named_parameters()
-            if not torch.equal(parameter, shard(source.read(name), source.specs[name], world, rank))
-        ]
         assert not model.training
+        wrong = wrong_tensors(model, source, pgs)
         results.append((whole_logits(model, config.vocab_size, pgs.tp) if forward else None, wrong))
     return results
 
 
-def assert_logits(logits: torch.Tensor, original: Path) -> None:
+def assert_logits(logits: torch.Tensor, original: Path, tolerance: float = 1e-5) -> None:
     with torch.no_grad():
         expected = hf_model(original)(torch.tensor([TOKENS])).logits[0]
-    assert (logits - expected).abs().max() <= 1e-5 * (expected.max() - expected.min())
+    assert (logits - expected).abs().max() <= tolerance * (expected.max() - expected.min())
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
@@ -67,6 +84,42 @@ def test_logits_are_those_of_transformers(tp: int, tmp_path: Path) -> None:
         for original, (logits, wrong) in zip(originals, results, strict=True):
             assert wrong == []
             assert_logits(logits, original)
+
+
+LATENT_AND_EXPERTS: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {}),
+    ("qwen3_moe", {}),
+    ("qwen3_moe", {"layers": 3, "norm_topk_prob": False, "mlp_only_layers": (), "decoder_sparse_step": 2}),
+    ("deepseek_v2", {"rope_scaling": YARN}),
+    ("deepseek_v2", {"q_lora_rank": None, "rope_theta": 500.0}),
+    ("deepseek_v3", {}),
+    ("deepseek_v3", {"q_lora_rank": None, "rope_scaling": YARN, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+]
+
+
+def test_logits_of_latent_attention_and_experts_are_those_of_transformers(tmp_path: Path) -> None:
+    originals = [tiny_model(family, **keys) for family, keys in LATENT_AND_EXPERTS]
+    jobs = [(convert(original, tmp_path / f"{number}"), True) for number, original in enumerate(originals)]
+    (results,) = run_on_ranks(1, load_on_rank, jobs, timeout=300)
+    for original, (logits, wrong) in zip(originals, results, strict=True):
+        assert wrong == []
+        assert_logits(logits, original, 2e-5)
+
+
+def sizes(tp: int, ep: int, expert_tp: int) -> dict[str, int]:
+    return {
+        "tensor_model_parallel_size": tp,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": expert_tp,
+    }
+
+
+@pytest.mark.parametrize(("world", "tp", "ep", "expert_tp"), [(2, 2, 1, 2), (2, 1, 2, 1), (2, 2, 2, 1), (4, 2, 2, 2)])
+def test_every_rank_gets_its_experts(world: int, tp: int, ep: int, expert_tp: int, tmp_path: Path) -> None:
+    jobs = [(convert(tiny_model(family), tmp_path / family), False) for family in MOE_FAMILIES]
+    jobs += [(tiny_model("deepseek_v3"), False)]
+    for results in run_on_ranks(world, load_on_rank, jobs, sizes(tp, ep, expert_tp), timeout=300):
+        assert [wrong for _, wrong in results] == [[]] * len(jobs)
 
 
 # With 2 KV heads, tp 4 cuts through the rows of a KV group.
@@ -92,40 +145,47 @@ def dtypes_on_rank(rank: int, world: int, path: Path) -> set[torch.dtype]:
     model, _ = load_model(path, groups(world), dtype=torch.bfloat16)
     source = open_source(path)
     assert all(torch.equal(p, source.read(name).bfloat16()) for name, p in model.named_parameters())
-    return {p.dtype for p in model.parameters()}
+    biases = {name: b for name, b in model.named_buffers() if name.endswith("expert_bias")}
+    assert all(torch.equal(b, source.read(name)) for name, b in biases.items())
+    return {p.dtype for p in model.parameters()} | {b.dtype for b in biases.values()}
 
 
-def test_dtype_is_the_callers(tmp_path: Path) -> None:
+def test_dtype_is_the_callers_but_for_the_biases_that_choose_experts(tmp_path: Path) -> None:
     assert run_on_ranks(1, dtypes_on_rank, tiny_model("qwen3")) == [{torch.bfloat16}]
+    assert run_on_ranks(1, dtypes_on_rank, tiny_model("deepseek_v3")) == [{torch.bfloat16, torch.float32}]
 
 
-def plain_megatron_load(rank: int, world: int, path: Path, strict: str) -> list[str]:
-    """Load by Megatron-Core alone into a model full of NaN; the parameters that came out wrong."""
+def plain_megatron_load(rank: int, world: int, path: Path, strict: str, sizes: dict[str, int]) -> list[str]:
+    """Load by Megatron-Core alone into a model full of NaN; the tensors that came out wrong."""
     from megatron.core import dist_checkpointing
 
     from megatron_dcp._mcore import build_model
 
-    source = open_source(path)
-    model = build_model(source.config, groups(world))
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
+    source, pgs = open_source(path), groups(world, **sizes)
+    model = build_model(source.config, pgs)
+    for tensor in (*model.parameters(), *(b for name, b in model.named_buffers() if name.endswith("expert_bias"))):
+        tensor.data.fill_(float("nan"))
     state = model.sharded_state_dict()
     loaded = dist_checkpointing.load(state, str(path / "iter_0000001"), strict=strict)
     assert loaded["args"].num_layers == source.config.num_layers and loaded["iteration"] == 1
     tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
     model.load_state_dict(tensors, strict=False)
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(parameter, shard(source.read(name), source.specs[name], world, rank))
-    ]
+    return wrong_tensors(model, source, pgs)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_megatron_core_alone_loads_what_convert_wrote(tp: int, tmp_path: Path) -> None:
     for family in FAMILIES:
         path = convert(tiny_model(family, tied=family == "qwen3"), tmp_path / family)
-        assert run_on_ranks(tp, plain_megatron_load, path, "raise_unexpected") == [[]] * tp
+        assert run_on_ranks(tp, plain_megatron_load, path, "raise_unexpected", {}) == [[]] * tp
+
+
+@pytest.mark.parametrize(("world", "tp", "ep"), [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2)])
+def test_megatron_core_alone_loads_experts(world: int, tp: int, ep: int, tmp_path: Path) -> None:
+    for family in MOE_FAMILIES:
+        path = convert(tiny_model(family), tmp_path / family)
+        arguments = (path, "raise_unexpected", sizes(tp, ep, 1 if ep == 2 else tp))
+        assert run_on_ranks(world, plain_megatron_load, *arguments) == [[]] * world
 
 
 # --- errors
@@ -160,3 +220,27 @@ def test_ranks_that_see_different_models_notice(tmp_path: Path) -> None:
 def test_tensor_parallel_size_that_does_not_fit() -> None:
     for error in run_on_ranks(3, load_only, [tiny_model("llama")], {}, expect_errors=True):
         assert isinstance(error, ValueError) and "tensor_model_parallel_size=3 does not fit" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3 does not divide num_experts=8"),
+        (
+            {"expert_tensor_parallel_size": 3},
+            "expert_tensor_parallel_size=3 does not divide moe_ffn_hidden_size=20",
+        ),
+    ],
+)
+def test_expert_parallel_size_that_does_not_fit(sizes: dict[str, Any], message: str) -> None:
+    sizes = {"tensor_model_parallel_size": 1, **sizes}
+    for error in run_on_ranks(3, load_only, [tiny_model("qwen3_moe")], sizes, expect_errors=True):
+        assert isinstance(error, ValueError) and message in str(error)
+
+
+def test_ranks_that_share_experts_fail_together(tmp_path: Path) -> None:
+    good, bad = tiny_model("mixtral"), shutil.copytree(tiny_model("mixtral"), tmp_path / "bad")
+    (bad / "model.safetensors").unlink()
+    arguments = ([good, bad], sizes(1, 2, 1))
+    for error in run_on_ranks(2, load_only, *arguments, expect_errors=True):
+        assert isinstance(error, ValueError) and "neither model.safetensors" in str(error)

@@ -184,6 +184,9 @@ def rank_file(root: Path, rank: int = 0) -> Path:
     return root / ITERATION / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
 
 
+FUSED = {"self_attention.linear_qkv", "mlp.linear_fc1"}
+
+
 def split_legacy(root: Path, tp: int, *, fused: bool = False, **args: Any) -> None:
     """Rewrite a legacy checkpoint as ``tp`` ranks would have saved it; ``fused``: with TransformerEngine's names."""
     source = open_source(root)
@@ -194,7 +197,7 @@ def split_legacy(root: Path, tp: int, *, fused: bool = False, **args: Any) -> No
         model: dict[str, Any] = {}
         for name, spec in source.specs.items():
             layer, rest = split_layer_name(name)
-            saved = f"decoder.layers.{layer}.{fused_name(rest)}" if fused and layer is not None else name
+            saved = f"decoder.layers.{layer}.{fused_name(rest, FUSED)}" if fused and layer is not None else name
             model[saved] = shard(tensors[name], spec, tp, rank).clone()
             if fused:
                 model[saved.rpartition(".")[0] + "._extra_state"] = torch.zeros(3, dtype=torch.uint8)

@@ -5,9 +5,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dcp.checkpoint.families import FAMILIES, QKV, GateUp
-from megatron_dcp.checkpoint.names import TensorSpec, fit_vocab, join, model_tensors, padded_vocab_size, shard
-from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.checkpoint.families import FAMILIES, Family
+from megatron_dcp.checkpoint.families.transforms import QKV, GateUp
+from megatron_dcp.checkpoint.names import (
+    TensorSpec,
+    fit_vocab,
+    global_expert_name,
+    join,
+    model_tensors,
+    padded_vocab_size,
+    shard,
+)
+from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
 from workers import run_on_ranks
 
 CONFIG = ModelConfig(
@@ -84,18 +93,40 @@ def test_gate_comes_before_up() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
-def test_every_family_fills_its_whole_model(family) -> None:  # type: ignore[no-untyped-def]
-    for untied in (False, True):
+def test_every_family_fills_its_whole_model(family: Family) -> None:
+    moe = MoEConfig(
+        num_experts=4,
+        moe_layer_freq=(0, 1),
+        moe_ffn_hidden_size=20,
+        moe_router_topk=2,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias="mlp.router.expert_bias" in family.layer,
+        moe_shared_expert_intermediate_size=40 if "mlp.shared_experts.linear_fc1.weight" in family.layer else None,
+    )
+    if "mlp.linear_fc1.weight" not in family.layer:
+        moe = replace(moe, moe_layer_freq=(1, 1))
+    for untied, q_lora_rank in ((False, None), (True, 24)):
+        mla = MLAConfig(q_lora_rank=q_lora_rank, kv_lora_rank=28, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
         config = replace(
             CONFIG,
             add_qkv_bias=family.qkv_bias,
             qk_layernorm=family.qk_norm,
             untie_embeddings_and_output_weights=untied,
+            mla=mla if family.latent_attention else None,
+            moe=moe if family.experts else None,
         )
         rows = family.rows(config)
         assert [row.megatron for row in rows] == list(model_tensors(config))
         names = [name for row in rows for name in row.hf]
         assert len(set(names)) == len(names)
+        assert not any("*" in name for name in names)
+
+
+def test_experts_keep_their_global_numbers() -> None:
+    assert global_expert_name("decoder.layers.3.mlp.experts.local_experts.2.linear_fc1.weight", 4) == (
+        "decoder.layers.3.mlp.experts.local_experts.6.linear_fc1.weight"
+    )
+    assert global_expert_name("decoder.layers.3.mlp.router.weight", 4) == "decoder.layers.3.mlp.router.weight"
 
 
 def test_padding_of_the_vocabulary() -> None:

@@ -13,15 +13,17 @@ from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import convert, load_model, load_tokenizer, open_source, read_config, save_model
 from megatron_dcp.checkpoint.dist import DistSource
 from megatron_dcp.checkpoint.save import _save_sharded
-from models import hf_tensors, tiny_model
+from megatron_dcp.model_config import MLAConfig
+from models import MOE_FAMILIES, hf_tensors, tiny_model
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
 
 
-def groups(world: int) -> Any:
+def groups(world: int, ep: int = 1) -> Any:
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world)
+        sizes = {"expert_model_parallel_size": ep, "expert_tensor_parallel_size": world // ep}
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=world, **sizes)
     return parallel_state.get_process_group_collection()
 
 
@@ -49,8 +51,8 @@ class Layout(torch.nn.Module):
         return state
 
 
-def save_on_rank(rank: int, world: int, src: Path, dst: Path, keywords: dict[str, Any]) -> None:
-    pgs = groups(world)
+def save_on_rank(rank: int, world: int, src: Path, dst: Path, keywords: dict[str, Any], ep: int = 1) -> None:
+    pgs = groups(world, ep)
     model, config = load_model(src, pgs)
     save_model(model, config, dst, pg_collection=pgs, iteration=30, **keywords)
     assert dst.is_dir()
@@ -70,10 +72,23 @@ def test_saved_model_is_the_one_that_was_loaded(family: str, tied: bool, tp: int
     assert all(torch.equal(back[name], expected[name]) for name in expected)
 
 
-def save_layout_on_rank(rank: int, world: int, src: Path, dst: Path, layout: dict[str, Any]) -> None:
-    pgs = groups(world)
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2)])
+@pytest.mark.parametrize("family", MOE_FAMILIES)
+def test_saved_experts_are_those_that_were_loaded(family: str, tp: int, ep: int, tmp_path: Path) -> None:
+    original = tiny_model(family)
+    run_on_ranks(tp, save_on_rank, original, tmp_path / "dist", {}, ep)
+    source, expected = open_source(tmp_path / "dist"), open_source(original)
+    assert source.config == expected.config
+    for name in expected.specs:
+        assert torch.equal(source.read(name), expected.read(name)), name
+
+
+def save_layout_on_rank(rank: int, world: int, src: Path, dst: Path, layout: dict[str, Any], ep: int = 1) -> None:
+    pgs = groups(world, ep)
     model, config = load_model(src, pgs)
     save_model(model, config, dst, pg_collection=pgs)
+    if layout.get("non_homogeneous_layers") is False:
+        model.config.moe_layer_freq = 1  # as in a training where all layers have experts: they are stacked
     if rank == 0:  # keep the arguments, write the tensors anew
         common = (dst / "iter_0000001" / "common.pt").read_bytes()
         shutil.rmtree(dst / "iter_0000001")
@@ -108,6 +123,25 @@ def test_megatrons_other_layouts_and_optimizer_states(layout: dict[str, Any], tm
         assert torch.equal(source.read(name), expected.read(name)), name
         for rank in range(2):  # the boxes that one rank reads
             assert torch.equal(source.read_shard(name, 2, rank), expected.read_shard(name, 2, rank)), (name, spec)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "key"),
+    [
+        ("mixtral", {"non_homogeneous_layers": False}, "decoder.layers.mlp.experts.experts.linear_fc2.weight"),
+        ("mixtral", {"singleton_local_shards": True}, "decoder.layers.1.mlp.experts.experts.7.linear_fc1.weight_v"),
+        ("deepseek_v3", {}, "decoder.layers.1.mlp.experts.experts.linear_fc1.weight"),
+    ],
+)
+def test_megatrons_layouts_of_experts(family: str, layout: dict[str, Any], key: str, tmp_path: Path) -> None:
+    original = tiny_model(family)
+    arguments = (original, tmp_path / "dist", {"optimizer": True, **layout}, 2)
+    run_on_ranks(2, save_layout_on_rank, *arguments)
+    source, expected = open_source(tmp_path / "dist"), open_source(original)
+    assert isinstance(source, DistSource) and key in source._reader.metadata.state_dict_metadata
+    for name in expected.specs:
+        assert torch.equal(source.read(name), expected.read(name)), name
+        assert torch.equal(source.read_shard(name, 2, 1), expected.read_shard(name, 2, 1)), name
 
 
 def wipe_optimizer(source: DistSource, directory: Path) -> None:
@@ -158,11 +192,27 @@ def save_wrong(rank: int, world: int, src: Path, dst: Path, changes: dict[str, A
     save_model(model, replace(config, **changes), dst, pg_collection=pgs)
 
 
-def test_existing_name_and_foreign_shape_are_errors_on_every_rank(tmp_path: Path) -> None:
+OTHER_MLA = MLAConfig(q_lora_rank=24, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+
+
+def test_existing_name_is_an_error_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "dst").mkdir()
     for error in run_on_ranks(2, save_wrong, tiny_model("llama"), tmp_path / "dst", {}, expect_errors=True):
         assert isinstance(error, ValueError) and "exists already" in str(error)
-    changes = {"ffn_hidden_size": 64}
-    for error in run_on_ranks(2, save_wrong, tiny_model("llama"), tmp_path / "new", changes, expect_errors=True):
-        assert isinstance(error, ValueError) and "ffn_hidden_size=64 is not the model's, which has 48" in str(error)
     assert [p.name for p in tmp_path.iterdir()] == ["dst"]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"ffn_hidden_size": 64}, "ffn_hidden_size=64 is not the model's, which has 48"),
+        ("mixtral", {"moe": None}, "num_moe_experts=None is not the model's, which has 8"),
+        ("deepseek_v2", {"mla": OTHER_MLA}, "kv_lora_rank=32 is not the model's, which has 28"),
+    ],
+)
+def test_foreign_shape_is_an_error_on_every_rank(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    for error in run_on_ranks(2, save_wrong, tiny_model(family), tmp_path / "new", changes, expect_errors=True):
+        assert isinstance(error, ValueError) and message in str(error)
+    assert list(tmp_path.iterdir()) == []

@@ -16,12 +16,14 @@ from megatron_models import (
     whole_model,
 )
 
-from megatron_dcp import CacheConfig, EngineConfig, parallel_state
+from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, local_layer_spec, parallel_state
+from megatron_dcp.checkpoint import read_config
 from megatron_dcp.comm.exchange import expected_traffic
 from megatron_dcp.engine.batch import SeqStep, StepBatch
-from megatron_dcp.layers import LatentShape, latent_plan
+from megatron_dcp.layers import DCPMLASelfAttention, LatentShape, dcp_layer_spec, latent_plan
 from megatron_dcp.metrics import Metrics
 from megatron_dcp.model_config import MLAConfig
+from models import tiny_model
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
@@ -158,6 +160,65 @@ def test_cache_holds_one_latent_per_token():
         world = args[0] * args[1] if args[2] == "orthogonal" else args[0]
         for _, _, num_bytes, blocks in run_on_ranks(world, traffic_case, *args, None, 12):
             assert num_bytes == 2 * blocks * BLOCK * (32 + 8) * 4
+
+
+def memory_case(rank, world, path, dcp):
+    llm = LLM(
+        path,
+        tensor_model_parallel_size=4,
+        decode_context_parallel_size=dcp,
+        dcp_layout="within_tp",
+        cache=CacheConfig(block_size=8),
+    )
+    (output,) = llm.generate([list(range(97))], SamplingParams(max_tokens=128, ignore_eos=True))
+    return output.token_ids, llm.runner.pool.bytes
+
+
+def test_within_tp_keeps_one_copy_in_the_whole_group():
+    """224 tokens at tp 4: four copies of the latent without dcp; a quarter per rank and one copy in all with dcp 4."""
+    path = str(tiny_model("deepseek_v2"))
+    config = read_config(path)
+    one_copy = 224 * config.num_layers * config.mla.latent_dim * 4
+    alone, shared = (run_on_ranks(4, memory_case, path, dcp) for dcp in (1, 4))
+    assert [num_bytes for _, num_bytes in alone] == [one_copy] * 4
+    assert [num_bytes for _, num_bytes in shared] == [one_copy // 4] * 4
+    assert alone[0][0] == shared[0][0]
+
+
+def spec_case(rank, world):
+    parallel_state.initialize_model_parallel()
+    config = tiny_config(**mla())
+    spec = dcp_layer_spec(local_layer_spec(config))
+    model = sharded_model(config, random_state(config), layer_spec=spec)
+    assert {type(layer.self_attention) for layer in model.decoder.layers} == {DCPMLASelfAttention}
+    texts, lens = texts_for(1, 3, config.vocab_size)
+    runner = make_runner(model, config, cache=CacheConfig(block_size=BLOCK, num_blocks=300))
+    return largest_error(runner, whole_model(config, random_state(config)), texts, lens)
+
+
+def test_built_from_a_spec():
+    assert run_on_ranks(1, spec_case)[0] < 1e-5
+
+
+def refused_case(rank, world, tp, dcp, changes):
+    parallel_state.initialize_model_parallel(tp, decode_context_parallel_size=dcp, dcp_layout="within_tp")
+    config = tiny_config(**mla())
+    model = sharded_model(config, random_state(config))
+    for field, value in changes.items():
+        setattr(model.config, field, value)
+    make_runner(model, config, cache=CacheConfig(block_size=BLOCK, num_blocks=8))
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        ({"cache_mla_latents": True}, "cache_mla_latents=True is not supported by DCP decoding"),
+        ({"normalization": "LayerNorm"}, "normalization='LayerNorm' is not supported"),
+    ],
+)
+def test_what_the_layer_does_not_know_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        run_on_ranks(1, refused_case, 1, 1, changes)
 
 
 def half_case(rank, world, dtype):

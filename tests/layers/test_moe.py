@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron_models import (
+    MOE_KINDS,
     forced_logits,
     make_runner,
+    moe_config,
     random_state,
     sharded_model,
     tiny_config,
@@ -25,46 +26,14 @@ from megatron_models import (
 
 from megatron_dcp import parallel_state
 from megatron_dcp._cpu import megatron_on_cpu
-from megatron_dcp._mcore import build_model
 from megatron_dcp.config import CacheConfig
 from megatron_dcp.layers import enable_dcp
-from megatron_dcp.layers.moe import DCPMoELayer, check_expert_groups, unsupported_experts
+from megatron_dcp.layers.moe import DCPMoELayer
 from megatron_dcp.metrics import Metrics
-from megatron_dcp.model_config import ModelConfig, MoEConfig
+from megatron_dcp.model_config import ModelConfig
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
-
-SHARED = dict(moe_shared_expert_intermediate_size=56)
-GROUPS = dict(moe_router_num_groups=4, moe_router_group_topk=2)
-KINDS: dict[str, dict[str, Any]] = {
-    "mixtral": dict(moe_router_topk=2),
-    "one expert": dict(moe_router_topk=1, moe_router_pre_softmax=True),
-    "qwen": dict(moe_router_topk=3, moe_router_pre_softmax=True, moe_router_topk_scaling_factor=2.0),
-    "deepseek-v3": dict(
-        moe_router_topk=4,
-        moe_router_score_function="sigmoid",
-        moe_router_enable_expert_bias=True,
-        moe_router_topk_scaling_factor=2.5,
-        moe_layer_freq=(0, 1),
-        **GROUPS,
-        **SHARED,
-    ),
-    "deepseek-v2": dict(
-        moe_router_topk=4,
-        moe_router_pre_softmax=True,
-        moe_router_topk_scaling_factor=3.0,
-        moe_router_group_score_topk=1,
-        moe_layer_freq=(0, 1),
-        **GROUPS,
-        **SHARED,
-    ),
-}
-
-
-def moe_config(kind: str, num_experts: int = 8) -> ModelConfig:
-    fields = dict(num_experts=num_experts, moe_layer_freq=(1, 1), moe_ffn_hidden_size=24) | KINDS[kind]
-    return tiny_config(moe=MoEConfig(**fields))
 
 
 def inputs(tokens: int, hidden: int) -> torch.Tensor:
@@ -146,8 +115,8 @@ def layer_case(rank, world, kinds, *sizes):
 )
 def test_layer(tp, dcp, layout, ep, expert_tp):
     world = tp * dcp if layout == "orthogonal" else tp
-    for errors in run_on_ranks(world, layer_case, list(KINDS), tp, dcp, layout, ep, expert_tp):
-        assert len(errors) == len(KINDS) and max(errors.values()) < 2e-6, errors
+    for errors in run_on_ranks(world, layer_case, list(MOE_KINDS), tp, dcp, layout, ep, expert_tp):
+        assert len(errors) == len(MOE_KINDS) and max(errors.values()) < 2e-6, errors
 
 
 def test_two_replicas_decode_each_their_own():
@@ -326,86 +295,4 @@ def model_case(rank, world, kinds, *sizes):
 )
 def test_whole_model(tp, dcp, layout, ep, expert_tp):
     world = tp * dcp if layout == "orthogonal" else tp
-    assert max(run_on_ranks(world, model_case, list(KINDS), tp, dcp, layout, ep, expert_tp)) < 1e-5
-
-
-def groups_case(rank, world, *sizes):
-    check_expert_groups(init(*sizes))
-
-
-def test_replicas_cannot_share_experts():
-    run_on_ranks(4, groups_case, 1, 2, "orthogonal", 2, 1)
-    for sizes in [(1, 2, "orthogonal", 4, 1), (2, 1, "orthogonal", 2, 2), (2, 2, "within_tp", 4, 1)]:
-        for raised in run_on_ranks(4, groups_case, *sizes, expect_errors=True):
-            assert isinstance(raised, ValueError)
-            assert f"expert_model_parallel_size={sizes[3]} (x expert_tensor_parallel_size={sizes[4]})" in str(raised)
-            legal = "1, 2" if sizes[4] == 1 else "1"
-            assert "step together" in str(raised) and f"among {legal}, or" in str(raised)
-
-
-def refusal_case(rank, world):
-    """What each setting is refused with."""
-    init(1, 1, "orthogonal", 1, 1)
-    config = moe_config("mixtral")
-    model = build_model(config, parallel_state.get_process_group_collection())
-    assert list(unsupported_experts(model.config)) == []
-    messages = {}
-    for field, value in REFUSED.items():
-        kept = getattr(model.config, field, None)
-        setattr(model.config, field, value)
-        try:
-            enable_dcp(model)
-        except ValueError as raised:
-            messages[field] = str(raised)
-        setattr(model.config, field, kept)
-    assert not any(isinstance(module, DCPMoELayer) for module in model.modules())
-    router = model.decoder.layers[1].mlp.router
-    router.__class__ = OwnRouter
-    try:
-        enable_dcp(model)
-    except ValueError as raised:
-        messages["router"] = str(raised)
-    assert not any(isinstance(module, DCPMoELayer) for module in model.modules())
-    router.__class__ = TopKRouter
-    enable_dcp(model)
-    return messages
-
-
-class OwnRouter(TopKRouter):
-    def routing(self, logits, padding_mask=None):
-        raise AssertionError("never asked")
-
-
-REFUSED = {
-    "moe_expert_capacity_factor": 1.0,
-    "moe_latent_size": 16,
-    "moe_shared_expert_overlap": True,
-    "moe_apply_probs_on_input": True,
-    "moe_router_force_load_balancing": True,
-    "moe_router_force_biased": 0.1,
-    "moe_enable_routing_replay": True,
-    "moe_router_load_balancing_type": "sinkhorn",
-    "moe_router_score_function": "sqrtsoftplus",
-    "add_bias_linear": True,
-}
-
-
-def test_unknown_settings_are_refused_by_name():
-    (messages,) = run_on_ranks(1, refusal_case)
-    assert messages.pop("router").startswith("layer 2 has router OwnRouter")
-    assert set(messages) == set(REFUSED)
-    for field, message in messages.items():
-        assert message.startswith(f"{field}={REFUSED[field]!r} is not supported")
-
-
-def training_case(rank, world):
-    init(1, 1, "orthogonal", 1, 1)
-    config = moe_config("deepseek-v2")
-    model = whole_model(config, random_state(config)).train()
-    by_megatron(model.decoder.layers[1].mlp, inputs(3, config.hidden_size))
-
-
-def test_group_rule_that_megatron_cannot_train():
-    (raised,) = run_on_ranks(1, training_case, expect_errors=True)
-    assert isinstance(raised, ValueError)
-    assert "moe_router_group_score_topk=1" in str(raised) and "model.eval()" in str(raised)
+    assert max(run_on_ranks(world, model_case, list(MOE_KINDS), tp, dcp, layout, ep, expert_tp)) < 1e-5

@@ -110,8 +110,6 @@ def refusal_case(rank, world, field, value):
 @pytest.mark.parametrize(
     "field,value",
     [
-        ("multi_latent_attention", True),
-        ("num_moe_experts", 4),
         ("window_size", (128, 0)),
         ("sequence_parallel", True),
         ("context_parallel_size", 2),

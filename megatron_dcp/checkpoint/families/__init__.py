@@ -1,0 +1,37 @@
+"""Hugging Face model families: how their tensors and ``config.json`` correspond to Megatron's. One file per family."""
+
+from megatron_dcp.checkpoint.families.base import Family, Row
+from megatron_dcp.checkpoint.families.deepseek_v2 import DEEPSEEK_V2
+from megatron_dcp.checkpoint.families.deepseek_v3 import DEEPSEEK_V3
+from megatron_dcp.checkpoint.families.llama import LLAMA
+from megatron_dcp.checkpoint.families.mixtral import MIXTRAL
+from megatron_dcp.checkpoint.families.qwen2 import QWEN2
+from megatron_dcp.checkpoint.families.qwen3 import QWEN3
+from megatron_dcp.checkpoint.families.qwen3_moe import QWEN3_MOE
+from megatron_dcp.model_config import ModelConfig
+
+__all__ = ["FAMILIES", "Family", "Row", "family_of"]
+
+# In the order in which they are tried for a model that comes from no family.
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V2, DEEPSEEK_V3)
+}
+
+
+def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
+    """The family to write ``config``'s model as: ``model_type`` where it fits, else the first that does.
+
+    Raises:
+        ValueError: No supported family has such models.
+    """
+    candidates = [FAMILIES[model_type]] if model_type in FAMILIES else []
+    for family in [*candidates, *FAMILIES.values()]:
+        if family.fits(config):
+            return family
+    raise ValueError(
+        f"no supported Hugging Face family ({', '.join(FAMILIES)}) has models with normalization="
+        f"{config.normalization}, norm_epsilon={config.norm_epsilon}, swiglu={config.swiglu}, add_bias_linear="
+        f"{config.add_bias_linear}, add_qkv_bias={config.add_qkv_bias}, qk_layernorm={config.qk_layernorm}, "
+        f"rotary_percent={config.rotary_percent}, {config.mla or 'no MLA'}, {config.moe or 'no experts'}; keep the "
+        "checkpoint in torch_dist or legacy format"
+    )
