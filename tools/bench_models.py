@@ -214,15 +214,15 @@ class Ours(Contender):
             block_tables=tuple(map(tuple, tables)),
             block_size=runner.layout.block_size,
         )
-        self.q_TNH = torch.randn(case.batch, runner.heads, self.shape.head_dim).to(runner.device, runner.dtype)
+        self.q_TNH = torch.randn(case.batch, runner.shape.heads, self.shape.head_dim).to(runner.device, runner.dtype)
 
     def attend(self) -> None:
         """Plan, and the partial attention of every layer over the own shard."""
         runner, head_dim = self.runner, self.shape.head_dim
         plan = runner.backend.plan(
             self.attention_batch,
-            heads=runner.heads,
-            kv_heads=runner.kv_heads,
+            heads=runner.shape.heads,
+            kv_heads=runner.shape.kv_heads,
             head_dim=head_dim,
             dtype=runner.dtype,
             device=runner.device,
