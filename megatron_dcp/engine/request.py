@@ -38,7 +38,7 @@ class RequestOutput:
     logprobs: list[float] | None
     sample: int = 0
     prompt_logprobs: list[float | None] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = field(default=0, compare=False)  # says how it was computed, not what it is
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +51,7 @@ class Request:
 
     Attributes:
         index: Names the sequence; unique among those in the engine.
+        place: Place of its prompt in the call.
         prompt: Prompt tokens, at least one.
         max_tokens: Most tokens to generate, already cut to the model's context.
         stop_ids: Every token that ends it.
@@ -72,6 +73,7 @@ class Request:
     params: SamplingParams
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
+    place: int = 0
     sample: int = 0
     leader: Request | None = None
     token_ids: list[int] = field(default_factory=list)
