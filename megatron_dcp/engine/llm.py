@@ -36,17 +36,15 @@ class Token(NamedTuple):
     """One generated token as it comes.
 
     Attributes:
-        index: Place of the prompt in the call.
+        index: Place of its output in what `generate` returns: that of the prompt in the call, where ``n`` is 1.
         token_id: The token.
         text: What it adds to the text: empty while a character is not complete, for an end-of-text token, and without a
             tokenizer.
-        sample: Which of the prompt's ``n`` samples it belongs to.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody wants of a token
     token_id: int
     text: str
-    sample: int = 0
 
 
 class LLM:
@@ -196,7 +194,7 @@ class LLM:
                 pass
         else:
             for token in self._tokens(requests):
-                on_token(*token[:3])
+                on_token(*token)
         return [self._output(request) for request in requests]
 
     def stream(
@@ -251,7 +249,7 @@ class LLM:
                 if request in texts:
                     text = texts[request].push(self._said(request, [token]))[0]
                     text += texts[request].finish() if request.finish_reason else ""
-                yield Token(request.place, token, text, request.sample)
+                yield Token(request.index, token, text)
 
     def _output(self, request: Request) -> RequestOutput:
         assert request.finish_reason is not None
