@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from megatron_dcp.checkpoint import convert, load_model
     from megatron_dcp.config import CacheConfig, EngineConfig, ParallelConfig
     from megatron_dcp.engine.llm import LLM
-    from megatron_dcp.engine.request import RequestOutput, SamplingParams
+    from megatron_dcp.engine.params import SamplingParams
+    from megatron_dcp.engine.request import RequestOutput
     from megatron_dcp.layers import dcp_layer_spec, enable_dcp
     from megatron_dcp.model_config import ModelConfig
 
@@ -25,7 +26,7 @@ __version__ = "0.1.0"
 _HOME = {
     "LLM": "engine.llm",
     "RequestOutput": "engine.request",
-    "SamplingParams": "engine.request",
+    "SamplingParams": "engine.params",
     "CacheConfig": "config",
     "EngineConfig": "config",
     "ModelConfig": "config",

@@ -176,14 +176,21 @@ class EngineConfig:
         exchange: How partial attention is merged over the DCP group; ``None``: the layout's default,
             ``fold`` for ``orthogonal``, ``a2a`` for ``within_tp``.
         backend: Attention back end; ``auto`` picks by capability and says why.
+        prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
+            with the same tokens. A live model starts every call afresh.
+        num_draft_tokens: Tokens that are proposed per step by looking for the last ones earlier in the text (prompt
+            lookup) and verified exactly; the output stays the same. 0: none.
     """
 
     max_num_seqs: int = 64
     prefill_chunk_size: int = 1024
     exchange: ExchangeName | None = None
     backend: str = "auto"
+    prefix_caching: bool = True
+    num_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
+        check_at_least("num_draft_tokens", self.num_draft_tokens, 0)
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
         if self.exchange is not None:

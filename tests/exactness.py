@@ -104,7 +104,7 @@ def recorded_logits():
 
     def recording(self, batch):
         logits = step(self, batch)
-        sampled = [seq for seq in batch.seqs if seq.sample]
+        sampled = [seq for seq in batch.seqs if seq.num_logits]
         for seq, row in zip(sampled, logits, strict=True):
             rows.setdefault(seq.block_table[0], []).append(row.clone())
         return logits

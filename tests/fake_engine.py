@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
 from megatron_dcp.cache import KVLayout
-from megatron_dcp.engine.batch import StepBatch
-from megatron_dcp.engine.request import Request, SamplingParams
+from megatron_dcp.engine.batch import Entry, Result, SeqStep, StepBatch
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.engine.request import Request
 
 VOCAB = 97
 
@@ -30,11 +32,30 @@ def greedy_alone(prompt: list[int], max_tokens: int, stop: frozenset[int] = froz
     return tokens[len(prompt) :]
 
 
-def request(index: int, prompt: list[int], max_tokens: int = 8, **params) -> Request:
+def request(index: int, prompt: list[int], max_tokens: int = 8, *, leader: Request | None = None, **params) -> Request:
     """A request as ``PromptReader`` makes it."""
     stop = frozenset(params.get("stop_token_ids", ()))
     own = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(index=index, prompt=list(prompt), params=own, max_tokens=max_tokens, stop_ids=stop)
+    return Request(index=index, prompt=list(prompt), params=own, max_tokens=max_tokens, stop_ids=stop, leader=leader)
+
+
+def greedy_results(entries: Sequence[Entry], logits: torch.Tensor) -> list[Result]:
+    """What a greedy sampler makes of a step's logits: drafts are accepted while they are what it would choose."""
+    results, row = [], 0
+    for entry in entries:
+        rows = logits[row : row + entry.num_logits].log_softmax(dim=-1)
+        row += entry.num_logits
+        targets = len(entry.prompt_targets)
+        asked = [float(rows[i, token]) for i, token in enumerate(entry.prompt_targets)]
+        tokens: list[int] = []
+        for choices, drafted in zip(rows[targets:], [*entry.draft, None], strict=True) if entry.sample else ():
+            tokens.append(int(choices.argmax()))
+            if tokens[-1] != drafted:
+                break
+        logprobs = [float(rows[targets + i, token]) for i, token in enumerate(tokens)]
+        results.append(Result(tokens, logprobs, asked))
+    assert row == len(logits)
+    return results
 
 
 class FakeRunner:
@@ -50,18 +71,24 @@ class FakeRunner:
     def step(self, batch: StepBatch) -> torch.Tensor:
         self.batches.append(batch)
         assert batch.seqs and all(seq.token_ids for seq in batch.seqs)
-        assert sum(len(seq.token_ids) for seq in batch.seqs if not seq.sample) <= self.prefill_chunk_size
+        assert all(0 <= seq.num_logits <= len(seq.token_ids) for seq in batch.seqs)
+        assert sum(len(seq.token_ids) for seq in batch.seqs if not seq.num_logits) <= self.prefill_chunk_size
         for seq in batch.seqs:
             assert len(set(seq.block_table)) == len(seq.block_table)
+            assert len(seq.block_table) == self.layout.blocks_for(seq.start + len(seq.token_ids))
             assert all(0 <= block < self.num_blocks for block in seq.block_table)
             for position, token in enumerate(seq.token_ids, seq.start):
                 self.slots[self._slot(seq.block_table, position)] = token
-        rows = [logits_after(self._history(seq)) for seq in batch.seqs if seq.sample]
+        rows = []
+        for seq in batch.seqs:
+            if seq.num_logits:
+                history = self._history(seq)
+                rows += [logits_after(history[: len(history) - i]) for i in reversed(range(seq.num_logits))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
-    def _history(self, seq) -> list[int]:
+    def _history(self, seq: SeqStep) -> list[int]:
         return [self.slots[self._slot(seq.block_table, p)] for p in range(seq.start + len(seq.token_ids))]
 
-    def _slot(self, table, position: int) -> tuple[int, int]:
+    def _slot(self, table: Sequence[int], position: int) -> tuple[int, int]:
         local = self.layout.local_index(position)
         return self.layout.owner(position), self.layout.slot(table[local // self.layout.block_size], local)

@@ -161,12 +161,12 @@ def forced_logits(
         for i, text in enumerate(texts):
             if done[i] < len(text):
                 stop = min(done[i] + chunk, prompt_lens[i]) if done[i] < prompt_lens[i] else done[i] + 1
-                seqs.append(SeqStep(text[done[i] : stop], done[i], tables[i], stop >= prompt_lens[i]))
+                seqs.append(SeqStep(text[done[i] : stop], done[i], tables[i], int(stop >= prompt_lens[i])))
                 live.append((i, stop))
         logits = iter(runner.step(StepBatch(seqs)))
         for (i, stop), seq in zip(live, seqs, strict=True):
             done[i] = stop
-            if seq.sample:
+            if seq.num_logits:
                 rows[i].append(next(logits))
     return [torch.stack(each) for each in rows]
 

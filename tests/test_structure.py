@@ -40,7 +40,11 @@ WITHOUT_TORCH = (
     "rank_groups.py",
     "cache/layout.py",
     "cache/blocks.py",
+    "cache/prefix.py",
     "engine/batch.py",
+    "engine/draft.py",
+    "engine/params.py",
+    "engine/stops.py",
     "engine/request.py",
     "engine/scheduler.py",
 )

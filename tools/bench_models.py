@@ -188,7 +188,7 @@ class Ours(Contender):
         tables = [list(range(blocks * b, blocks * (b + 1))) for b in range(case.batch)]
         self.batch = StepBatch(
             [
-                SeqStep([token], case.context - 1, table, True)
+                SeqStep([token], case.context - 1, table, 1)
                 for token, table in zip(self.kv.tokens(case.batch), tables, strict=True)
             ]
         )

@@ -1,4 +1,7 @@
-"""Which sequence holds which physical block of the KV pool. One table serves all DCP ranks; no torch.
+"""Which sequences hold which physical block of the KV pool. One table serves all DCP ranks; no torch.
+
+A block is free, or in the tables of one or more sequences, or kept: a kept block (the prefix cache's) is not free even
+when no sequence holds it.
 
 An attention back end reads consecutive blocks in place, so the allocator keeps a sequence in few runs: it grows into
 the block behind its last one, and a new sequence starts where both it and the one in front of it can grow::
@@ -10,7 +13,8 @@ the block behind its last one, and a new sequence starts where both it and the o
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 
 from megatron_dcp.config import check_at_least
 
@@ -34,8 +38,6 @@ class OutOfBlocks(ValueError):
 class BlockPool:
     """Block tables of the live sequences over ``num_blocks`` physical blocks.
 
-    Every rank of a DCP group gives its pool the same calls and so holds the same tables.
-
     Args:
         num_blocks: Physical blocks of the pool on every rank.
         tokens_per_block: ``KVLayout.logical_block_tokens``, tokens that a block holds over the whole DCP group; only
@@ -47,6 +49,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._tokens_per_block = tokens_per_block
         self._tables: dict[Hashable, list[int]] = {}
+        self._holders = [0] * num_blocks  # tables that a block is in
+        self._kept: set[int] = set()
         # Free extents [start, stop), disjoint and not adjacent: their starts in order, and start -> stop.
         self._starts = [0]
         self._stops = {0: num_blocks}
@@ -54,7 +58,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence holds."""
+        """Blocks that no sequence holds and that are not kept."""
         return self._num_free
 
     @property
@@ -62,13 +66,49 @@ class BlockPool:
         """Live sequences, oldest first."""
         return tuple(self._tables)
 
+    @property
+    def live(self) -> Set[Hashable]:
+        """Live sequences, to look one up."""
+        return self._tables.keys()
+
+    @property
+    def kept(self) -> Set[int]:
+        """Blocks that are not freed with their last sequence."""
+        return self._kept
+
     def table(self, seq: Hashable) -> list[int]:
-        """Physical blocks of a live sequence in the order of its tokens (a copy). ``KeyError`` if it is unknown."""
-        return self._tables[seq].copy()
+        """Physical blocks of a live sequence in the order of its tokens. ``KeyError`` if it is unknown.
+
+        The pool's own list, not to be changed: it is read for every sequence in every step.
+        """
+        return self._tables[seq]
+
+    def holders(self, block: int) -> int:
+        """Sequences that hold the block."""
+        return self._holders[block]
 
     def missing(self, seq: Hashable, num_blocks: int) -> int:
         """Free blocks that ``reserve(seq, num_blocks)`` would take."""
         return max(0, num_blocks - len(self._tables.get(seq, ())))
+
+    def share(self, seq: Hashable, blocks: Sequence[int]) -> None:
+        """Make a new sequence whose table begins with these blocks, each of them held or kept already."""
+        assert seq not in self._tables, f"sequence {seq!r} has blocks already"
+        for block in blocks:
+            assert self._holders[block] or block in self._kept, f"block {block} is free"
+            self._holders[block] += 1
+        self._tables[seq] = list(blocks)
+
+    def keep(self, block: int) -> None:
+        """Do not free the block, which a sequence holds, together with its last sequence."""
+        assert self._holders[block], f"nobody holds block {block}"
+        self._kept.add(block)
+
+    def drop(self, block: int) -> None:
+        """Undo ``keep``: the block is free now, or when its last sequence is freed."""
+        self._kept.remove(block)
+        if not self._holders[block]:
+            self._give(block, block + 1)
 
     def reserve(self, seq: Hashable, num_blocks: int) -> None:
         """Let the table of ``seq``, a new or a live sequence, have at least ``num_blocks`` entries in all.
@@ -87,29 +127,36 @@ class BlockPool:
             start, stop = self._next_run(table, needed)
             self._take(start, stop)
             table.extend(range(start, stop))
+            self._holders[start:stop] = [1] * (stop - start)
             needed -= stop - start
 
     def free(self, seq: Hashable) -> None:
-        """Give back all blocks of a live sequence and forget it. ``KeyError`` if it is unknown."""
-        for start, stop in _runs(self._tables.pop(seq)):
+        """Forget a live sequence and free its blocks that are neither shared nor kept. ``KeyError`` if unknown."""
+        table = self._tables.pop(seq)
+        for block in table:
+            self._holders[block] -= 1
+        for start, stop in _runs(b for b in table if not self._holders[b] and b not in self._kept):
             self._give(start, stop)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` saying what is wrong unless every block is free or held by one sequence."""
-        holder: dict[int, str] = {}
-        for start in self._starts:
-            for block in range(start, self._stops[start]):
-                _claim(holder, block, "the free list")
-        num_free = len(holder)
+        """Raise ``AssertionError`` saying what is wrong unless every block is either free, or held or kept."""
+        free = [block for start in self._starts for block in range(start, self._stops[start])]
+        held = Counter(block for table in self._tables.values() for block in table)
         for seq, table in self._tables.items():
-            for block in table:
-                _claim(holder, block, f"sequence {seq!r}")
-        lost = sorted(set(range(self.num_blocks)) - holder.keys())
-        foreign = sorted(holder.keys() - set(range(self.num_blocks)))
-        if lost or foreign:
-            raise AssertionError(f"blocks that nobody holds: {lost}; blocks outside the pool: {foreign}")
-        if num_free != self._num_free:
-            raise AssertionError(f"num_free is {self._num_free}, but {num_free} blocks are free")
+            if len(set(table)) < len(table):
+                raise AssertionError(f"sequence {seq!r} holds a block twice: {table}")
+        both = sorted(set(free) & (held.keys() | self._kept))
+        lost = sorted(set(range(self.num_blocks)) - set(free) - held.keys() - self._kept)
+        foreign = sorted((set(free) | held.keys() | self._kept) - set(range(self.num_blocks)))
+        if both or lost or foreign:
+            raise AssertionError(
+                f"blocks that are free and held or kept: {both}; that nobody holds: {lost}; outside the pool: {foreign}"
+            )
+        wrong = {b: (count, held[b]) for b, count in enumerate(self._holders) if count != held[b]}
+        if wrong:
+            raise AssertionError(f"holders counted and found, by block: {wrong}")
+        if len(free) != self._num_free:
+            raise AssertionError(f"num_free is {self._num_free}, but {len(free)} blocks are free")
         extents = [(start, self._stops[start]) for start in self._starts]
         if len(self._stops) != len(extents) or any(a[1] >= b[0] for a, b in zip(extents, extents[1:], strict=False)):
             raise AssertionError(f"free extents are not in order, disjoint and merged: {extents}")
@@ -177,9 +224,3 @@ def _runs(table: Iterable[int]) -> Iterator[tuple[int, int]]:
         stop = block + 1
     if start >= 0:
         yield start, stop
-
-
-def _claim(holder: dict[int, str], block: int, who: str) -> None:
-    if block in holder:
-        raise AssertionError(f"block {block} is held by {holder[block]} and by {who}")
-    holder[block] = who

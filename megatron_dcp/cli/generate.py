@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from megatron_dcp.cli import arguments
 from megatron_dcp.cli.jsonl import FORM, OutputFile, read_prompts, to_line
-from megatron_dcp.engine.request import RequestOutput, SamplingParams
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.engine.request import RequestOutput
 
 if TYPE_CHECKING:
     from megatron_dcp.engine.llm import LLM
@@ -89,6 +90,13 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw only from the most likely tokens that together reach probability P (default 1)",
     )
     group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end at this text, which is left out; may be given several times",
+    )
+    group.add_argument(
         "--seed",
         type=arguments.whole(0, arguments.LARGEST_LONG),
         metavar="S",
@@ -110,6 +118,7 @@ def run(args: argparse.Namespace) -> None:
         top_k=args.top_k,
         top_p=args.top_p,
         seed=args.seed,
+        stop=args.stop,
         ignore_eos=args.ignore_eos,
         logprobs=args.logprobs,
     )

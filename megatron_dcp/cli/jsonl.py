@@ -6,13 +6,13 @@ import json
 import os
 import stat
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from megatron_dcp.engine.prompts import Prompt, check_text
 from megatron_dcp.engine.request import RequestOutput
 
+_KEYS = ("index", "prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs")
 FORM = '{"prompt": "..."} or {"token_ids": [...]}'
 
 
@@ -64,7 +64,7 @@ def _prompt(text: str) -> Prompt:
 
 def to_line(output: RequestOutput, *, ascii_only: bool = False) -> str:
     """An output as one line of JSON, with its line break."""
-    return json.dumps(asdict(output), ensure_ascii=ascii_only) + "\n"
+    return json.dumps({key: getattr(output, key) for key in _KEYS}, ensure_ascii=ascii_only) + "\n"
 
 
 class OutputFile:

@@ -1,9 +1,11 @@
 """Generation: requests, scheduling, sampling, the model runner, and ``LLM`` (in ``engine.llm``) over them.
 
-``request``, ``batch``, ``scheduler``, ``prompts`` and ``detokenizer`` run without torch.
+``params``, ``request``, ``batch``, ``scheduler``, ``prompts``, ``detokenizer``, ``stops`` and ``draft`` run without
+torch.
 """
 
 from megatron_dcp.engine.batch import SeqStep, StepBatch
-from megatron_dcp.engine.request import RequestOutput, SamplingParams
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.engine.request import RequestOutput
 
 __all__ = ["RequestOutput", "SamplingParams", "SeqStep", "StepBatch"]

@@ -18,12 +18,14 @@ from megatron_dcp.comm.consensus import agree, same_on_all
 from megatron_dcp.config import CacheConfig, DcpLayout, DtypeName, EngineConfig, check_choice
 from megatron_dcp.distributed import initialize_distributed
 from megatron_dcp.engine.core import Engine, Runner
-from megatron_dcp.engine.detokenizer import Detokenizer, text_after
 from megatron_dcp.engine.loading import initialize_groups, load_checkpoint, on_all_ranks
+from megatron_dcp.engine.params import SamplingParams
 from megatron_dcp.engine.prompts import Prompt, PromptReader, fingerprint
-from megatron_dcp.engine.request import Request, RequestOutput, SamplingParams
+from megatron_dcp.engine.request import Request, RequestOutput
+from megatron_dcp.engine.results import Decider
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.engine.sampler import Sampler
+from megatron_dcp.engine.stops import StopStrings
 from megatron_dcp.layers import enable_dcp
 from megatron_dcp.metrics import Metrics
 
@@ -34,7 +36,7 @@ class Token(NamedTuple):
     """One generated token as it comes.
 
     Attributes:
-        index: Place of the prompt in the call.
+        index: Place of its output in what `generate` returns: that of the prompt in the call, where ``n`` is 1.
         token_id: The token.
         text: What it adds to the text: empty while a character is not complete, for an end-of-text token, and without a
             tokenizer.
@@ -117,11 +119,13 @@ class LLM:
         initialize_distributed(timeout_s)
         if isinstance(model, torch.nn.Module):
             _refuse("a live model keeps its own", dtype=dtype, device=device)
+            self._live = True
             bare = enable_dcp(model)
             initialize_groups(sizes)
             self.model, context, eos = model, bare.max_sequence_length, set()
             vocab_size = bare.vocab_size if vocab_size is None else vocab_size
         else:
+            self._live = False
             _refuse("a checkpoint states its own", vocab_size=vocab_size)
             check_choice("dtype", dtype or "float32", tuple(DTYPES))
             path = os.fspath(model)
@@ -153,7 +157,8 @@ class LLM:
             self.layout,
             self.cache_config,
             self.engine_config,
-            Sampler(self.groups.dcp_replica, metrics),
+            Decider(Sampler(vocab_size), self.groups.dcp_replica, metrics),
+            tokenizer,
         )
 
     @property
@@ -177,7 +182,7 @@ class LLM:
                 rank; an exception on one rank alone leaves the others waiting until their time limit.
 
         Returns:
-            An output for each prompt, in the order of the prompts, the same on every rank.
+            An output for each sample of each prompt, in the order of the prompts, the same on every rank.
 
         Raises:
             ValueError: On every rank and before anything has run: a prompt that the model or the pool cannot take,
@@ -223,6 +228,8 @@ class LLM:
         self._busy = True
         try:
             with _eval_mode(self.model):
+                if self._live:  # it may have been trained since
+                    self._engine.weights_changed()
                 self._engine.add(requests)
                 while self._engine.has_work:
                     yield from self._engine.step()
@@ -235,12 +242,12 @@ class LLM:
             raise ValueError("a generation of this LLM is still running; finish or close its iterator first")
 
     def _tokens(self, requests: list[Request]) -> Iterator[Token]:
-        texts = {r: Detokenizer(self.tokenizer, r.prompt) for r in requests} if self.tokenizer is not None else {}
+        texts = {request: self._text(request) for request in requests} if self.tokenizer is not None else {}
         with closing(self._run(requests)) as run:
             for request, token in run:
                 text = ""
                 if request in texts:
-                    text = texts[request].push(self._said(request, [token]))
+                    text = texts[request].push(self._said(request, [token]))[0]
                     text += texts[request].finish() if request.finish_reason else ""
                 yield Token(request.index, token, text)
 
@@ -248,15 +255,23 @@ class LLM:
         assert request.finish_reason is not None
         text = None
         if self.tokenizer is not None:
-            text = text_after(self.tokenizer, request.prompt, self._said(request, request.token_ids))
+            stops = self._text(request)
+            text = stops.push(self._said(request, request.token_ids))[0] + stops.finish()
         return RequestOutput(
-            index=request.index,
+            index=request.place,
+            sample=request.sample,
             prompt_token_ids=request.prompt,
             token_ids=request.token_ids,
             text=text,
             finish_reason=request.finish_reason,
             logprobs=request.logprobs if request.params.logprobs else None,
+            prompt_logprobs=[None, *request.prompt_logprobs] if request.params.prompt_logprobs else None,
+            num_cached_tokens=request.num_cached_tokens,
         )
+
+    def _text(self, request: Request) -> StopStrings:
+        params = request.params
+        return StopStrings(self.tokenizer, request.prompt, params.stop, min_tokens=params.min_tokens)
 
     def _said(self, request: Request, tokens: list[int]) -> list[int]:
         """The last of its tokens, without the end-of-text that ended it: not every tokenizer knows it to be special."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_dcp.engine.request import Request, SamplingParams
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.engine.request import Request
 
 Prompt = str | Sequence[int]
 _SHOWN = 80  # characters of a prompt in an error
@@ -33,20 +34,30 @@ class PromptReader:
     def read(
         self, prompts: Prompt | Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        """The requests, in the order of the prompts.
+        """The requests, ``n`` for each prompt, in the order of the prompts.
 
         Raises:
             ValueError: Naming the first prompt that the model cannot take, the bound and the remedy.
         """
         listed = _as_list(prompts)
-        return [
-            self._request(index, prompt, own)
-            for index, (prompt, own) in enumerate(zip(listed, _one_each(params, len(listed)), strict=True))
-        ]
+        requests: list[Request] = []
+        for place, (prompt, own) in enumerate(zip(listed, _one_each(params, len(listed)), strict=True)):
+            leader = self._request(place, prompt, own)
+            requests.append(leader)
+            for sample in range(1, own.n):
+                own_lists: dict[str, Any] = dict(token_ids=[], logprobs=[], prompt_logprobs=[])
+                requests.append(replace(leader, sample=sample, leader=leader, **own_lists))
+        for index, request in enumerate(requests):
+            request.index = index
+        return requests
 
     def _request(self, index: int, prompt: Any, params: SamplingParams) -> Request:
         tokens = self._tokens(index, prompt)
         context = self.max_sequence_length
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"prompt {index} has stop strings, but the model came without a tokenizer; use stop_token_ids"
+            )
         if not tokens:
             raise ValueError(f"prompt {index} has 0 tokens; give at least one")
         if len(tokens) > context:
@@ -63,6 +74,7 @@ class PromptReader:
         stop = set(params.stop_token_ids)
         return Request(
             index=index,
+            place=index,
             prompt=tokens,
             params=params,
             # A prompt that fills the context still gets the token that follows it: that one is never fed back.
@@ -107,9 +119,9 @@ def fingerprint(requests: Sequence[Request]) -> tuple[tuple[str, str], ...]:
         tokens = repr(request.prompt)
         if len(tokens) > _SHOWN:
             tokens = f"{len(request.prompt)} tokens with SHA-256 {hashlib.sha256(tokens.encode()).hexdigest()}"
-        parts.append((f"prompt {request.index}", tokens))
+        parts.append((f"prompt {request.place}", tokens))
         rest = (request.params, request.max_tokens, sorted(request.stop_ids))
-        parts.append((f"sampling parameters of prompt {request.index}", repr(rest)))
+        parts.append((f"sampling parameters of prompt {request.place}", repr(rest)))
     return tuple(parts)
 
 

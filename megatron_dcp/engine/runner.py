@@ -140,7 +140,7 @@ class ModelRunner:
         """Compute the step's tokens, keep their keys, return logits.
 
         Returns:
-            fp32 ``[B, vocab_size]`` on every rank: a row for each sequence of the batch with ``sample``, in order.
+            fp32 ``[B, vocab_size]`` on every rank: the rows that ``num_logits`` of each sequence asks for, in order.
         """
         places = place_tokens(batch, self.layout, self.rank)
         positions_T = torch.from_numpy(places.positions_T).to(self.device)
@@ -186,7 +186,8 @@ class ModelRunner:
 
     def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
         ends = np.cumsum([len(seq.token_ids) for seq in batch.seqs]) - 1
-        rows = [int(end) for end, seq in zip(ends, batch.seqs, strict=True) if seq.sample]
+        counts = [seq.num_logits for seq in batch.seqs]
+        rows = [int(end) - i for end, count in zip(ends, counts, strict=True) for i in reversed(range(count))]
         if not rows:
             return torch.empty(0, self.vocab_size, device=self.device)
         model = self.model

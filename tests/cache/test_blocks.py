@@ -47,7 +47,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         held = {block for table in self.tables.values() for block in table}
         self.pool.reserve(seq, num_blocks)
-        table = self.tables[seq] = self.pool.table(seq)
+        table = self.tables[seq] = self.pool.table(seq).copy()
         assert len(table) == max(num_blocks, len(old))
         assert table[: len(old)] == old
         assert not held & set(table[len(old) :])
@@ -127,11 +127,42 @@ def test_a_fragmented_pool_is_used_to_the_last_block() -> None:
     assert pool.num_free == 0
 
 
-def test_a_table_is_a_copy() -> None:
+def test_shared_blocks_are_free_with_their_last_sequence() -> None:
+    pool = BlockPool(8)
+    pool.reserve("a", 3)
+    pool.share("b", pool.table("a")[:2])
+    pool.reserve("b", 4)
+    assert pool.table("b")[:2] == pool.table("a")[:2] and pool.num_free == 3
+    assert [pool.holders(block) for block in pool.table("b")] == [2, 2, 1, 1]
+    pool.check_integrity()
+    pool.free("a")
+    assert pool.num_free == 4
+    pool.check_integrity()
+    pool.free("b")
+    assert pool.num_free == 8
+    pool.check_integrity()
+
+
+def test_kept_blocks_outlive_their_sequences_until_dropped() -> None:
     pool = BlockPool(4)
-    pool.reserve("a", 2)
-    pool.table("a").append(99)
-    assert len(pool.table("a")) == 2
+    pool.reserve("a", 3)
+    first, second, third = pool.table("a")
+    pool.keep(first)
+    pool.keep(second)
+    pool.free("a")
+    assert pool.num_free == 2 and pool.kept == {first, second}
+    pool.check_integrity()
+    pool.share("b", [first])
+    pool.drop(first)  # held: stays until its sequence goes
+    pool.drop(second)
+    assert pool.num_free == 3
+    pool.check_integrity()
+    pool.free("b")
+    assert pool.num_free == 4 and not pool.kept
+    with pytest.raises(AssertionError, match=f"block {third} is free"):
+        pool.share("c", [third])
+    with pytest.raises(AssertionError, match=f"nobody holds block {third}"):
+        pool.keep(third)
     pool.check_integrity()
 
 
@@ -184,7 +215,15 @@ def test_check_integrity_says_what_is_wrong() -> None:
 
     pool = broken()
     pool._tables["b"][0] = pool._tables["a"][0]
-    with pytest.raises(AssertionError, match="block 0 is held by sequence 'a' and by sequence 'b'"):
+    with pytest.raises(AssertionError, match=r"nobody holds: \[4\]"):
+        pool.check_integrity()
+    pool = broken()
+    pool._tables["c"] = [pool._tables["a"][0]]
+    with pytest.raises(AssertionError, match=r"holders counted and found, by block: \{0: \(1, 2\)\}"):
+        pool.check_integrity()
+    pool = broken()
+    pool._tables["a"][1] = pool._tables["a"][0]
+    with pytest.raises(AssertionError, match=r"'a' holds a block twice: \[0, 0, 2\]"):
         pool.check_integrity()
     pool = broken()
     lost = pool._tables["a"].pop()
@@ -198,10 +237,15 @@ def test_check_integrity_says_what_is_wrong() -> None:
     pool._num_free += 1
     with pytest.raises(AssertionError, match="num_free is 4, but 3 blocks are free"):
         pool.check_integrity()
-    pool = broken()
-    pool._tables["c"] = [pool._starts[0]]
-    with pytest.raises(AssertionError, match="held by the free list and by sequence 'c'"):
-        pool.check_integrity()
+    for holder in ("sequence", "cache"):
+        pool = broken()
+        first = pool._starts[0]
+        if holder == "sequence":
+            pool._tables["c"] = [first]
+        else:
+            pool._kept.add(first)
+        with pytest.raises(AssertionError, match=rf"free and held or kept: \[{first}\]"):
+            pool.check_integrity()
     pool = BlockPool(8)
     pool._starts, pool._stops = [0, 4], {0: 4, 4: 8}
     with pytest.raises(AssertionError, match="not in order, disjoint and merged"):

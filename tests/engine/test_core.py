@@ -1,12 +1,13 @@
 import pytest
 import torch
-from fake_engine import FakeRunner, greedy_alone, request
+from fake_engine import VOCAB, FakeRunner, greedy_alone, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dcp.cache import KVLayout
 from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.core import Engine
+from megatron_dcp.engine.results import Decider
 from megatron_dcp.engine.sampler import Sampler
 from workers import run_on_ranks
 
@@ -34,14 +35,14 @@ def make(*, group=None, layout=None, num_blocks=None, runners=None, **config) ->
         return runner
 
     cache = CacheConfig(block_size=layout.block_size, kv_interleave_size=layout.interleave, num_blocks=num_blocks)
-    return Engine(make_runner, layout, cache, engine_config, Sampler(group or Alone()))
+    return Engine(make_runner, layout, cache, engine_config, Decider(Sampler(VOCAB), group or Alone()))
 
 
 def finish(engine: Engine, requests) -> list[list[int]]:
     engine.add(requests)
     while engine.has_work:
         engine.step()
-    assert not engine.sampler._generators  # an engine that runs for days keeps nothing of requests that ended
+    assert not engine.decider.sampler._seeds  # an engine that runs for days keeps nothing of requests that ended
     engine.clear()
     return [r.token_ids for r in requests]
 
@@ -98,7 +99,7 @@ def test_clear_in_the_middle_and_start_again():
     engine.step()
     engine.step()
     engine.clear()
-    assert not engine.has_work and not engine.sampler._generators
+    assert not engine.has_work and not engine.decider.sampler._seeds
     assert finish(engine, [request(0, [5, 6], 4)]) == [greedy_alone([5, 6], 4)]
 
 
@@ -121,9 +122,8 @@ def test_steps_hand_out_tokens_in_the_order_of_the_batch():
         events.append([(sampled.request.index, sampled.token) for sampled in engine.step()])
     alone = {r.index: greedy_alone(r.prompt, r.max_tokens) for r in requests}
     assert events == [
-        [(0, alone[0][0])],
-        [(0, alone[0][1]), (1, alone[1][0]), (2, alone[2][0])],
-        [(2, alone[2][1])],
+        [(0, alone[0][0]), (2, alone[2][0])],
+        [(0, alone[0][1]), (1, alone[1][0]), (2, alone[2][1])],
         [(2, alone[2][2])],
     ]
 

@@ -1,45 +1,69 @@
-import math
-
 import pytest
 
-from megatron_dcp.engine.request import SamplingParams
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.engine.request import Request
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_tokens", 0),
-        ("max_tokens", 1.5),
-        ("max_tokens", True),
-        ("temperature", -0.1),
-        ("temperature", math.inf),
-        ("temperature", math.nan),
-        ("temperature", "1"),
-        ("top_k", -1),
-        ("top_p", 0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("seed", -1),
-        ("seed", 2**63),
-        ("stop_token_ids", [-1]),
-        ("stop_token_ids", 5),
-        ("stop_token_ids", "5"),
-    ],
-)
-def test_bad_values_are_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=field.removesuffix("_ids").replace("_", ".")):
-        SamplingParams(**{field: value})
+def make(prompt=(1, 2, 3), **params) -> Request:
+    own = SamplingParams(**params)
+    return Request(0, list(prompt), own, own.max_tokens, stop_ids=frozenset(own.stop_token_ids))
 
 
-def test_defaults_are_greedy_and_positional_arguments_are_not_taken():
-    assert SamplingParams().greedy
-    assert not SamplingParams(temperature=0.5).greedy
-    with pytest.raises(TypeError):
-        SamplingParams(5)
+def append(request: Request, *tokens: int) -> None:
+    for token in tokens:
+        assert request.finish_reason is None
+        request.append(token, -0.5)
 
 
-def test_stop_tokens_are_kept_immutable():
-    tokens = [1, 2]
-    params = SamplingParams(stop_token_ids=tokens)
-    tokens.append(3)
-    assert params.stop_token_ids == (1, 2)
+def test_tokens_are_prompt_and_output():
+    request = make()
+    append(request, 7, 8)
+    assert request.tokens == [1, 2, 3, 7, 8] and request.num_tokens == 5
+    for start in range(6):
+        for stop in range(start, 6):
+            assert request.tokens_between(start, stop) == request.tokens[start:stop]
+    request.tokens_between(0, 3).append(9)
+    request.tokens.append(9)
+    assert request.tokens == [1, 2, 3, 7, 8]
+
+
+def test_a_sequence_ends_at_its_length():
+    request = make(max_tokens=2)
+    assert request.cached_tokens == 4
+    append(request, 7)
+    assert request.finish_reason is None
+    append(request, 7)
+    assert request.finish_reason == "length"
+    assert request.logprobs == [-0.5, -0.5]
+
+
+def test_a_stop_token_ends_it_even_at_its_length():
+    request = make(max_tokens=2, stop_token_ids=[5])
+    append(request, 4, 5)
+    assert request.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 2])
+def test_the_first_min_tokens_do_not_stop(min_tokens):
+    request = make(max_tokens=4, min_tokens=min_tokens, stop_token_ids=[5])
+    append(request, *[5] * (min_tokens + 1))
+    assert request.finish_reason == "stop" and request.token_ids == [5] * (min_tokens + 1)
+
+
+def test_min_tokens_do_not_prolong():
+    request = make(max_tokens=2, min_tokens=2, stop_token_ids=[5])
+    append(request, 5, 5)
+    assert request.finish_reason == "length"
+
+
+def test_prompt_logprobs_are_complete_one_short_of_the_prompt():
+    assert not make().wants_prompt_logprobs
+    assert not make([1], prompt_logprobs=True).wants_prompt_logprobs
+    request = make(prompt_logprobs=True)
+    assert request.wants_prompt_logprobs
+    request.prompt_logprobs += [-1.0, -2.0]
+    assert not request.wants_prompt_logprobs
+
+
+def test_requests_are_told_apart_by_identity():
+    assert make() != make() and len({make(), make()}) == 2

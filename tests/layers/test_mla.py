@@ -140,7 +140,7 @@ def traffic_case(rank, world, tp, dcp, layout, exchange, v_head_dim):
         metrics=metrics,
     )
     metrics.reset()
-    runner.step(StepBatch([SeqStep([7], 0, [i], True) for i in range(3)]))
+    runner.step(StepBatch([SeqStep([7], 0, [i], 1) for i in range(3)]))
     dcp_rank = parallel_state.get_decode_context_parallel_rank()
     return dcp_rank, metrics.collectives, runner.pool.bytes, runner.num_blocks
 

@@ -26,7 +26,7 @@ def case(rank, world, tp, dcp, layout, exchange, kv_heads, tokens):
         metrics=metrics,
     )
     metrics.reset()
-    runner.step(StepBatch([SeqStep([7], 0, [i], True) for i in range(tokens)]))
+    runner.step(StepBatch([SeqStep([7], 0, [i], 1) for i in range(tokens)]))
     return parallel_state.get_decode_context_parallel_rank(), metrics.collectives
 
 
