@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 DcpLayout = Literal["orthogonal", "within_tp"]
 ExchangeName = Literal["fold", "all_reduce", "ag_rs", "a2a"]
+PrefillName = Literal["auto", "pass_kv", "pass_q", "replicated"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
 
 DEFAULT_EXCHANGE: dict[str, ExchangeName] = {"orthogonal": "fold", "within_tp": "a2a"}
@@ -175,6 +176,10 @@ class EngineConfig:
         prefill_chunk_size: Most prompt tokens that one step computes.
         exchange: How partial attention is merged over the DCP group; ``None``: the layout's default,
             ``fold`` for ``orthogonal``, ``a2a`` for ``within_tp``.
+        prefill: How the DCP ranks of ``orthogonal`` share the tokens of a prompt's chunk. ``pass_kv`` and ``pass_q``
+            deal them out, and pass keys and values, or queries, around for attention; ``auto``: whichever of these
+            sends fewer bytes, and no dealing out of a few tokens; ``replicated``: every rank computes all of them. In
+            ``within_tp`` always the last.
         backend: Attention back end; ``auto`` picks by capability and says why.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
             with the same tokens. A live model starts every call afresh.
@@ -185,6 +190,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     prefill_chunk_size: int = 1024
     exchange: ExchangeName | None = None
+    prefill: PrefillName = "auto"
     backend: str = "auto"
     prefix_caching: bool = True
     num_draft_tokens: int = 0
@@ -193,6 +199,7 @@ class EngineConfig:
         check_at_least("num_draft_tokens", self.num_draft_tokens, 0)
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
+        check_choice("prefill", self.prefill, get_args(PrefillName))
         if self.exchange is not None:
             check_choice("exchange", self.exchange, get_args(ExchangeName))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_models import single_rank_groups, training_logits
+from megatron_models import everywhere, single_rank_groups, training_logits
 
 from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, load_model
 from megatron_dcp import parallel_state as dcp
@@ -104,8 +104,9 @@ def recorded_logits():
 
     def recording(self, batch):
         logits = step(self, batch)
+        known = everywhere(self, logits, batch.num_logits)
         sampled = [seq for seq in batch.seqs if seq.num_logits]
-        for seq, row in zip(sampled, logits, strict=True):
+        for seq, row in zip(sampled, known, strict=True):
             rows.setdefault(seq.block_table[0], []).append(row.clone())
         return logits
 

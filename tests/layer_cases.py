@@ -40,7 +40,7 @@ def largest_error(runner, oracle, texts, lens, chunk=10**9):
 
 
 def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None):
-    """Largest error of every ``(interleave, exchange, chunk)``, over slots that hold NaN until they are written."""
+    """Largest error of every ``(interleave, exchange, chunk, prefill)``; slots hold NaN until they are written."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, decode_context_parallel_size=dcp, dcp_layout=layout, **(experts or {})
     )
@@ -50,15 +50,22 @@ def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None
     model = sharded_model(config, state)
     texts, lens = texts_for(dcp, 6, config.vocab_size)
     errors = {}
-    for interleave, exchange, chunk in settings:
+    for setting in settings:
+        interleave, exchange, chunk, prefill = (*setting, "auto")[:4]
         cache = CacheConfig(block_size=BLOCK, kv_interleave_size=interleave, num_blocks=300)
-        runner = make_runner(model, config, cache=cache, engine=EngineConfig(exchange=exchange))
+        runner = make_runner(model, config, cache=cache, engine=EngineConfig(exchange=exchange, prefill=prefill))
         for k_SKH, v_SKH in map(runner.pool.layer, range(config.num_layers)):
             k_SKH.fill_(torch.nan), v_SKH.fill_(torch.nan)
-        errors[interleave, exchange, chunk] = largest_error(runner, oracle, texts, lens, chunk)
+        errors[setting] = largest_error(runner, oracle, texts, lens, chunk)
     return errors
 
 
-ALL = [(i, None, 10**9) for i in (1, 2, BLOCK)] + [(1, None, 5)]
-ORTHOGONAL = ALL + [(1, e, 7) for e in ("all_reduce", "ag_rs", "a2a")]
-WITHIN_TP = ALL + [(1, e, 7) for e in ("all_reduce", "ag_rs")]
+WITHIN_TP = [(i, None, 10**9) for i in (1, 2, BLOCK)] + [(1, None, 5)] + [(1, e, 7) for e in ("all_reduce", "ag_rs")]
+ORTHOGONAL = [
+    *((i, None, 10**9, "replicated") for i in (1, 2, BLOCK)),
+    *((i, None, 10**9, prefill) for i in (1, 2) for prefill in ("pass_kv", "pass_q")),
+    *((1, e, 7, "replicated") for e in ("all_reduce", "ag_rs", "a2a")),
+    (BLOCK, None, 23, "pass_kv"),
+    (1, "a2a", 13, "pass_q"),
+    (1, None, 10**9, "auto"),
+]

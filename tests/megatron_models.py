@@ -163,12 +163,21 @@ def forced_logits(
                 stop = min(done[i] + chunk, prompt_lens[i]) if done[i] < prompt_lens[i] else done[i] + 1
                 seqs.append(SeqStep(text[done[i] : stop], done[i], tables[i], int(stop >= prompt_lens[i])))
                 live.append((i, stop))
-        logits = iter(runner.step(StepBatch(seqs)))
+        logits = iter(everywhere(runner, runner.step(StepBatch(seqs)), sum(seq.num_logits for seq in seqs)))
         for (i, stop), seq in zip(live, seqs, strict=True):
             done[i] = stop
             if seq.num_logits:
                 rows[i].append(next(logits))
     return [torch.stack(each) for each in rows]
+
+
+def everywhere(runner: ModelRunner, logits: Tensor, rows: int) -> Tensor:
+    """The logits that the first rank of each DCP group has, on all its ranks (a collective call)."""
+    if rows == len(logits) and runner.groups.dcp.size() == 1:
+        return logits
+    logits = logits.new_empty(rows, runner.vocab_size) if len(logits) < rows else logits.contiguous()
+    dist.broadcast(logits, group=runner.groups.dcp, group_src=0)
+    return logits
 
 
 def single_rank_groups() -> Any:

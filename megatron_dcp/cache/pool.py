@@ -21,6 +21,8 @@ from torch import Tensor
 from megatron_dcp.config import check_at_least, check_choice
 
 SlotOrder = Literal["slots_first", "heads_first"]
+Shard = tuple[Tensor, Tensor]
+"""Keys and values of one layer, ``(k_SKH, v_SKV)``, any strides."""
 
 
 def bytes_per_block(
@@ -130,21 +132,25 @@ class KVPool:
         self.v_in_k = v_in_k
         per_head = self.num_slots * num_kv_heads
         width = head_dim if v_in_k else head_dim + v_dim
-        self._layers: list[tuple[Tensor, Tensor]] = []
+        self._kv_heads, self._head_dim, self._v_dim, self._width = num_kv_heads, head_dim, v_dim, width
+        self._layers: list[Shard] = []
         # Made under inference_mode, the tensors could never be written outside it.
         with torch.inference_mode(False):
             self._buffer = _allocate(num_layers * per_head * width, dtype, torch.device(device))
             for layer in self._buffer.chunk(num_layers):
-                k_SKH = self._by_slot(layer[: per_head * head_dim], num_kv_heads)
-                v_SKV = k_SKH[..., :v_dim] if v_in_k else self._by_slot(layer[per_head * head_dim :], num_kv_heads)
-                self._layers.append((k_SKH, v_SKV))
+                self._layers.append(self._as_shard(layer, self.num_slots))
 
     @property
     def bytes(self) -> int:
         """Bytes of the pool on this rank: ``num_blocks * bytes_per_block``, and nothing else."""
         return self._buffer.untyped_storage().nbytes()
 
-    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+    @property
+    def bytes_per_key(self) -> int:
+        """Bytes of one token in one layer."""
+        return self._kv_heads * self._width * self.dtype.itemsize
+
+    def layer(self, index: int) -> Shard:
         """``(k_SKH, v_SKV)`` of a layer: views of the pool, contiguous only for ``order="slots_first"``."""
         return self._layers[index]
 
@@ -168,10 +174,30 @@ class KVPool:
         if v_tKV is not None:
             v_SKV.index_copy_(0, slot_t, v_tKV.detach().to(self.dtype))
 
-    def _by_slot(self, flat: Tensor, num_kv_heads: int) -> Tensor:
+    def pack(self, index: int, slot_c: Tensor) -> Tensor:
+        """Keys and values of some slots of a layer, one after the other, in memory of their own. See ``unpack``."""
+        packed = self._buffer.new_empty(len(slot_c) * self._kv_heads * self._width)
+        pairs = zip(self._as_shard(packed, len(slot_c)), self._layers[index], strict=True)
+        for part, whole in list(pairs)[: 1 if self.v_in_k else 2]:
+            if self.order == "slots_first":
+                torch.index_select(whole, 0, slot_c, out=part)
+            else:
+                torch.index_select(whole.transpose(0, 1), 1, slot_c, out=part.transpose(0, 1))
+        return packed
+
+    def unpack(self, packed: Tensor) -> Shard:
+        """What another rank has packed, by its place among the slots: a view."""
+        return self._as_shard(packed, packed.numel() // (self._kv_heads * self._width))
+
+    def _as_shard(self, flat: Tensor, slots: int) -> Shard:
+        keys = slots * self._kv_heads * self._head_dim
+        k_SKH = self._by_slot(flat[:keys], slots)
+        return k_SKH, k_SKH[..., : self._v_dim] if self.v_in_k else self._by_slot(flat[keys:], slots)
+
+    def _by_slot(self, flat: Tensor, slots: int) -> Tensor:
         if self.order == "slots_first":
-            return flat.view(self.num_slots, num_kv_heads, -1)
-        return flat.view(num_kv_heads, self.num_slots, -1).transpose(0, 1)
+            return flat.view(slots, self._kv_heads, -1)
+        return flat.view(self._kv_heads, slots, -1).transpose(0, 1)
 
 
 def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -92,6 +92,41 @@ def broadcast(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = Non
         _issue("broadcast", lambda: distributed.broadcast(tensor, group=group, group_src=0), group, metrics, sent)
 
 
+class Transfer:
+    """A transfer in flight, from :func:`send_receive`."""
+
+    def __init__(
+        self, works: Sequence[Any], sent: Tensor, received: Tensor, group: ProcessGroup, metrics: Metrics | None
+    ) -> None:
+        self._works, self._sent, self._received = works, sent, received  # both stay alive until wait()
+        self._group, self._metrics = group, metrics
+
+    def wait(self) -> Tensor:
+        """What was received. ``CollectiveError`` where a neighbour is lost."""
+
+        def call() -> None:
+            for work in self._works:
+                work.wait()
+
+        _issue("send_receive", call, self._group, self._metrics, self._sent.nbytes)
+        return self._received
+
+
+def send_receive(
+    sent: Tensor, received: Tensor, to: int, source: int, group: ProcessGroup, metrics: Metrics | None = None
+) -> Transfer:
+    """Start to send one tensor to a rank of the group and to receive another; both contiguous.
+
+    Args:
+        to, source: Ranks in the group.
+    """
+    peers = [distributed.P2POp(distributed.isend, sent, group=group, group_peer=to)]
+    peers.append(distributed.P2POp(distributed.irecv, received, group=group, group_peer=source))
+    works: list[Any] = []
+    _guarded("send_receive", lambda: works.extend(distributed.batch_isend_irecv(peers)), group, metrics)
+    return Transfer(works, sent, received, group, metrics)
+
+
 def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """The ranks' picklable values in rank order. Slow; for errors and set-up. Not counted."""
     values: list[Any] = [value] * group.size()
@@ -108,6 +143,13 @@ def group_device(group: ProcessGroup) -> torch.device:
 
 
 def _issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None, bytes_sent: int) -> None:
+    _guarded(op, call, group, metrics)
+    if metrics is not None:
+        metrics.count_collective(op, group.group_desc, bytes_sent)
+
+
+def _guarded(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None) -> None:
+    """Make the call, timed; what a library says of a lost rank becomes the one clear error."""
     try:
         with timed(metrics, "communication"):
             call()
@@ -120,8 +162,6 @@ def _issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Me
             f"{[rank for rank in ranks if rank != own]} (torchrun --log-dir DIR --redirects 3 keeps one per rank), "
             "then start all ranks again"
         ) from error
-    if metrics is not None:
-        metrics.count_collective(op, group.group_desc, bytes_sent)
 
 
 def _brief(error: RuntimeError) -> str:

@@ -1,11 +1,10 @@
 """Runs one step of a model over this rank's shard of the cache: tokens in, logits out.
 
-Shapes: ``T`` tokens of the step, flat over sequences; ``t`` those whose keys this rank keeps; ``B`` sampled rows.
+Shapes: ``T`` tokens of the step on this rank, flat over sequences; ``B`` rows of logits, ``h`` hidden size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,54 +15,28 @@ from megatron_dcp.attention import choose_backend
 from megatron_dcp.attention.base import AttentionBatch
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in
-from megatron_dcp.comm.exchange import gather_heads, get_exchange
+from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
 from megatron_dcp.engine.batch import StepBatch
+from megatron_dcp.engine.places import Places, place_tokens
 from megatron_dcp.layers import (
     AttentionShape,
+    Chunk,
     DCPContext,
     LatentShape,
     StepPlan,
+    StripeSizes,
     cached_kv_heads,
     check_expert_groups,
     enable_dcp,
+    experts_over_dcp,
+    is_striped,
     plan_latent,
+    plan_striped,
     rotary_table,
 )
 from megatron_dcp.metrics import Metrics
 from megatron_dcp.parallel_state import get_parallel_config
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the tokens of a step sit, as flat numpy arrays: global positions, own tokens, their slots, visible keys."""
-
-    positions_T: np.ndarray
-    owned_t: np.ndarray
-    slots_t: np.ndarray
-    visible_T: np.ndarray
-
-
-def place_tokens(batch: StepBatch, layout: KVLayout, rank: int) -> _Places:
-    """Global positions of a step's tokens, those that ``rank`` keeps and the slots they go to."""
-    lens = np.array([len(seq.token_ids) for seq in batch.seqs])
-    first = np.cumsum(lens) - lens
-    starts = np.array([seq.start for seq in batch.seqs])
-    positions = np.arange(lens.sum()) + np.repeat(starts - first, lens)
-    sequence = np.repeat(np.arange(len(lens)), lens)
-    owned = np.flatnonzero(layout.owner(positions) == rank)
-    local = layout.local_index(positions[owned])
-    width = max(len(seq.block_table) for seq in batch.seqs)
-    tables = np.zeros((len(batch.seqs), width), dtype=np.int64)
-    for row, seq in zip(tables, batch.seqs, strict=True):
-        row[: len(seq.block_table)] = seq.block_table
-    blocks = tables[sequence[owned], local // layout.block_size]
-    return _Places(
-        positions_T=positions,
-        owned_t=owned,
-        slots_t=layout.slot(blocks, local),
-        visible_T=layout.visible(positions, rank),
-    )
 
 
 class ModelRunner:
@@ -118,6 +91,8 @@ class ModelRunner:
         )
         self.pool = _make_pool(cache, len(layers), self.shape, self.backend, parameter)
         self.rotary = rotary_table(self.model)
+        self.prefill = engine.prefill if groups.dcp_layout == "orthogonal" else "replicated"
+        self.stripe_sizes = _stripe_sizes(self.shape, self.latent, self.pool)
         self.context = DCPContext(
             max_batch_size=engine.max_num_seqs,
             max_sequence_length=max_sequence_length,
@@ -127,6 +102,8 @@ class ModelRunner:
             backend=self.backend,
             exchange=get_exchange(engine.exchange_for(groups.dcp_layout)),
             rotary_interleaved=self.rotary is not None and self.rotary.interleaved,
+            values_first=self.latent is not None and self.latent.values_first,
+            experts_over_dcp=bool(config.num_moe_experts) and experts_over_dcp(groups),
             metrics=metrics,
         )
 
@@ -140,36 +117,62 @@ class ModelRunner:
         """Compute the step's tokens, keep their keys, return logits.
 
         Returns:
-            fp32 ``[B, vocab_size]`` on every rank: the rows that ``num_logits`` of each sequence asks for, in order.
+            fp32 ``[B, vocab_size]``, the rows that ``num_logits`` of each sequence asks for, in order, on the TP group
+            that has the first DCP rank; ``[0, vocab_size]`` on the others.
         """
-        places = place_tokens(batch, self.layout, self.rank)
+        striped = is_striped([len(seq.token_ids) for seq in batch.seqs], self.layout, self.prefill)
+        places = place_tokens(batch, self.layout, self.rank, striped)
         positions_T = torch.from_numpy(places.positions_T).to(self.device)
-        self.context.plan = self._plan(batch, places, positions_T)
-        tokens = [token for seq in batch.seqs for token in seq.token_ids]
+        self.context.plan = self._plan(batch, places, positions_T, striped)
         hidden = self.model.embedding(
-            input_ids=torch.tensor([tokens], device=self.device), position_ids=positions_T.unsqueeze(0)
+            input_ids=torch.from_numpy(places.tokens_T).to(self.device).unsqueeze(0),
+            position_ids=positions_T.unsqueeze(0),
         )
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=None, inference_context=self.context)
         self.context.plan = None
-        return self._logits(hidden, batch)
+        return self._logits(hidden, places)
 
-    def _plan(self, batch: StepBatch, places: _Places, positions_T: Tensor) -> StepPlan:
+    def _plan(self, batch: StepBatch, places: Places, positions_T: Tensor, striped: list[bool]) -> StepPlan:
         cos = sin = None
         if self.rotary is not None:
             cos, sin = self.rotary.cos_sin(positions_T, self.dtype)
-        attention = AttentionBatch(
-            q_lens=tuple(len(seq.token_ids) for seq in batch.seqs),
-            visible=tuple(places.visible_T.tolist()),
-            block_tables=tuple(tuple(seq.block_table) for seq in batch.seqs),
-            block_size=self.layout.block_size,
-        )
+        whole = [seq for seq, dealt in zip(batch.seqs, striped, strict=True) if not dealt]
+        attention = dealt_out = None
+        if whole:
+            positions = places.positions_T[: places.replicated]
+            visible: np.ndarray = self.layout.visible(positions, self.rank)  # type: ignore[type-var]
+            attention = self._plan_attention(
+                AttentionBatch(
+                    q_lens=tuple(len(seq.token_ids) for seq in whole),
+                    visible=tuple(visible.tolist()),
+                    block_tables=tuple(tuple(seq.block_table) for seq in whole),
+                    block_size=self.layout.block_size,
+                )
+            )
+        if len(whole) < len(batch.seqs):
+            chunks = [
+                Chunk(seq.start, seq.start + len(seq.token_ids), seq.block_table)
+                for seq, dealt in zip(batch.seqs, striped, strict=True)
+                if dealt
+            ]
+            dealt_out = plan_striped(
+                chunks,
+                self.layout,
+                self.rank,
+                name=self.prefill,
+                sizes=self.stripe_sizes,
+                plan=self._plan_attention,
+                device=self.device,
+            )
         every = len(places.owned_t) == len(places.positions_T)
         return StepPlan(
             cos_T1R=cos,
             sin_T1R=sin,
             owned_t=None if every else torch.from_numpy(places.owned_t).to(self.device),
             slots_t=torch.from_numpy(places.slots_t).to(self.device),
-            attention=self._plan_attention(attention),
+            replicated=places.replicated,
+            attention=attention,
+            striped=dealt_out,
         )
 
     def _plan_attention(self, batch: AttentionBatch) -> Any:
@@ -184,15 +187,21 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _logits(self, hidden: Tensor, batch: StepBatch) -> Tensor:
-        ends = np.cumsum([len(seq.token_ids) for seq in batch.seqs]) - 1
-        counts = [seq.num_logits for seq in batch.seqs]
-        rows = [int(end) - i for end, count in zip(ends, counts, strict=True) for i in reversed(range(count))]
-        if not rows:
-            return torch.empty(0, self.vocab_size, device=self.device)
+    def _logits(self, hidden_T1h: Tensor, places: Places) -> Tensor:
+        none = torch.empty(0, self.vocab_size, device=self.device)
+        if not len(places.rows_B):
+            return none
+        rows_B = torch.from_numpy(places.rows_B).to(self.device)
+        hidden_B1h = hidden_T1h[rows_B]
+        if places.shared:
+            first = places.replicated if self.rank else 0  # what all ranks have comes from the first one
+            hidden_B1h.masked_fill_((rows_B < first)[:, None, None], 0.0)
+            hidden_B1h = all_reduce_sum(hidden_B1h, self.groups.dcp, metrics=self.metrics)
+        if self.rank and self.groups.dcp_layout == "orthogonal":
+            return none
         model = self.model
         shared = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        logits, _ = model.output_layer(hidden[rows], weight=shared)
+        logits, _ = model.output_layer(hidden_B1h, weight=shared)
         if model.parallel_output:
             logits = gather_heads(logits, self.groups.tp, metrics=self.metrics)
         return logits.flatten(1)[:, : self.vocab_size].float()
@@ -208,3 +217,12 @@ def _make_pool(
         assert cache.num_blocks is not None, "the engine sizes the pool before it makes a runner"
         num_blocks = cache.num_blocks
     return KVPool(num_blocks=num_blocks, device=parameter.device, order=backend.pool_order, **shape)
+
+
+def _stripe_sizes(shape: AttentionShape, latent: LatentShape | None, pool: KVPool) -> StripeSizes:
+    if latent is None:
+        q_dim, out_dim = shape.head_dim, shape.v_dim
+    else:
+        q_dim, out_dim = latent.qk_head_dim + latent.rotated, latent.exchanged_dim
+    per_query = shape.heads * (q_dim * pool.dtype.itemsize + (out_dim + 1) * 4)
+    return StripeSizes(per_key=pool.bytes_per_key, per_query=per_query)

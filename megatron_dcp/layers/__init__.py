@@ -6,23 +6,29 @@ from megatron_dcp.layers.gqa import DCPSelfAttention
 from megatron_dcp.layers.latent_plan import LatentShape, plan_latent
 from megatron_dcp.layers.mla import DCPMLASelfAttention
 from megatron_dcp.layers.model_info import AttentionShape, cached_kv_heads, rotary_table
-from megatron_dcp.layers.moe import DCPMoELayer, check_expert_groups
+from megatron_dcp.layers.moe import DCPMoELayer, check_expert_groups, experts_over_dcp
+from megatron_dcp.layers.prefill import Chunk, StripeSizes, is_striped, plan_striped
 from megatron_dcp.layers.specs import dcp_layer_spec, enable_dcp, sdpa_layer_spec
 
 __all__ = [
     "AttentionShape",
+    "Chunk",
+    "DCPContext",
     "DCPMLASelfAttention",
     "DCPMoELayer",
-    "check_expert_groups",
-    "LatentShape",
-    "cached_kv_heads",
-    "plan_latent",
-    "rotary_table",
-    "DCPContext",
     "DCPSelfAttention",
+    "LatentShape",
     "SDPACoreAttention",
     "StepPlan",
+    "StripeSizes",
+    "cached_kv_heads",
+    "check_expert_groups",
     "dcp_layer_spec",
     "enable_dcp",
+    "experts_over_dcp",
+    "is_striped",
+    "plan_latent",
+    "plan_striped",
+    "rotary_table",
     "sdpa_layer_spec",
 ]

@@ -12,9 +12,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megatron_dcp.comm.exchange import gather_heads
+from megatron_dcp.cache.pool import Shard
+from megatron_dcp.comm.exchange import Exchanged, gather_heads
+from megatron_dcp.layers.attend import attend
 from megatron_dcp.layers.context import DCPContext
-from megatron_dcp.layers.output import own_share, project_output
 
 
 class DCPSelfAttention(SelfAttention):
@@ -24,8 +25,8 @@ class DCPSelfAttention(SelfAttention):
     An instance of ``SelfAttention`` becomes one by a change of class (:func:`~megatron_dcp.layers.enable_dcp`).
 
     One decode step: project → rotate by global position → write own tokens → attend to own shard → exchange →
-    output projection. In ``within_tp`` the query heads of the DCP group are gathered before attention, since its
-    ranks hold different heads of the same KV head.
+    output projection (`megatron_dcp.layers.attend`). In ``within_tp`` the query heads of the DCP group are gathered
+    before attention, since its ranks hold different heads of the same KV head.
     """
 
     def forward(
@@ -48,13 +49,18 @@ class DCPSelfAttention(SelfAttention):
         ctx = inference_context
         q_TNH, k_TKH, v_TKH = self._project(hidden_states, ctx)
         ctx.write(self.layer_number, k_TKH, v_TKH)
-        own_heads = q_TNH.shape[1]
+        return attend(self, q_TNH, ctx)
+
+    def partial(self, q_TNH: Tensor, shard: Shard, plan: Any, ctx: DCPContext) -> tuple[Tensor, Tensor]:
+        """Partial attention over one shard, ``(out_TNH, lse_TN)``; in ``within_tp`` of the DCP group's heads."""
         if ctx.groups.dcp_layout == "within_tp":
             q_TNH = gather_heads(q_TNH, ctx.groups.dcp, metrics=ctx.metrics)
         scale = self.config.softmax_scale or self.hidden_size_per_attention_head**-0.5
-        assert ctx.plan is not None
-        merged = ctx.merge(*ctx.partial(self.layer_number, q_TNH, ctx.plan.attention, scale=scale))
-        return project_output(self.linear_proj, own_share(merged, own_heads, ctx), ctx)
+        return ctx.attend(q_TNH, shard, plan, scale=scale)
+
+    def finish(self, merged: Exchanged, ctx: DCPContext) -> Exchanged:
+        """From merged attention to what the output projection takes: the same."""
+        return merged
 
     def _project(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
         """``q_TNH, k_TKH, v_TKH`` of this rank's heads: normalised where the model says so, rotated."""

@@ -102,13 +102,11 @@ class LatentPlan:
         absorbed: The back end's plan of the tokens that are absorbed; ``None``: there are none.
         absorbed_tokens: Those tokens, int64; ``None``: all of the step.
         expanded: The sequences that are expanded.
-        values_first: :attr:`LatentShape.values_first`.
     """
 
     absorbed: Any
     absorbed_tokens: Tensor | None
     expanded: tuple[ExpandedSequence, ...]
-    values_first: bool
 
 
 def plan_latent(
@@ -150,7 +148,7 @@ def plan_latent(
             v_in_k=True,
             **common,
         )
-    return LatentPlan(absorbed, absorbed_tokens, expanded, shape.values_first)
+    return LatentPlan(absorbed, absorbed_tokens, expanded)
 
 
 def _slices(

@@ -24,11 +24,12 @@ import torch.nn.functional as F
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from megatron_dcp.comm.exchange import gather_heads
+from megatron_dcp.cache.pool import Shard
+from megatron_dcp.comm.exchange import Exchanged, gather_heads
+from megatron_dcp.layers.attend import attend
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.latent_plan import ExpandedSequence, LatentPlan
 from megatron_dcp.layers.linear import product
-from megatron_dcp.layers.output import own_share, project_output
 from megatron_dcp.merge import merge_partials
 
 
@@ -56,16 +57,16 @@ class DCPMLASelfAttention(MLASelfAttention):
         if not isinstance(inference_context, DCPContext):
             return super().forward(hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs)
         ctx = inference_context
-        assert ctx.plan is not None
-        plan: LatentPlan = ctx.plan.attention
         q_TNH = self._queries(hidden_states, ctx)
         ctx.write(self.layer_number, self._latents(hidden_states, ctx))
-        out, lse_TN = self._attend(q_TNH, plan, ctx)
-        merged = own_share(ctx.merge(out, lse_TN), q_TNH.shape[1], ctx)
-        if not plan.values_first:
-            first = 0 if ctx.groups.dcp_layout == "within_tp" else merged.first_head
-            merged = replace(merged, out_TnH=self._values(merged.out_TnH, first))
-        return project_output(self.linear_proj, merged, ctx)
+        return attend(self, q_TNH, ctx)
+
+    def finish(self, merged: Exchanged, ctx: DCPContext) -> Exchanged:
+        """From merged attention to what the output projection takes: the values, where they have not come yet."""
+        if ctx.values_first:
+            return merged
+        first = 0 if ctx.groups.dcp_layout == "within_tp" else merged.first_head
+        return replace(merged, out_TnH=self._values(merged.out_TnH, first))
 
     def _queries(self, hidden_T1h: Tensor, ctx: DCPContext) -> Tensor:
         """``[T, N, D + P]``, the last ``P`` dims rotated."""
@@ -102,38 +103,40 @@ class DCPMLASelfAttention(MLASelfAttention):
         latent = F.rms_norm(latent_T1R.float(), weight.shape, weight, self.config.layernorm_epsilon)
         return latent.to(latent_T1R.dtype)
 
-    def _attend(self, q_TNH: Tensor, plan: LatentPlan, ctx: DCPContext) -> tuple[Tensor, Tensor]:
-        """This rank's partial of all tokens: ``V`` dims per head where the values come first, else ``R``."""
+    def partial(self, q_TNH: Tensor, shard: Shard, plan: LatentPlan, ctx: DCPContext) -> tuple[Tensor, Tensor]:
+        """Partial attention of all tokens over one shard: ``V`` dims per head with the values first, else ``R``."""
         if not plan.expanded:
-            return self._attend_absorbed(q_TNH, plan, ctx)
+            return self._absorbed(q_TNH, shard, plan, ctx)
         heads, v_dim = q_TNH.shape[1], self.config.v_head_dim
         out_TNV = q_TNH.new_empty(len(q_TNH), heads, v_dim, dtype=torch.float32)
         lse_TN = q_TNH.new_empty(len(q_TNH), heads, dtype=torch.float32)
         if plan.absorbed is not None:
             assert plan.absorbed_tokens is not None
-            out, lse = self._attend_absorbed(q_TNH[plan.absorbed_tokens], plan, ctx)
+            out, lse = self._absorbed(q_TNH[plan.absorbed_tokens], shard, plan, ctx)
             out_TNV[plan.absorbed_tokens], lse_TN[plan.absorbed_tokens] = out, lse
         for sequence in plan.expanded:
             own = slice(sequence.first, sequence.stop)
-            out_TNV[own], lse_TN[own] = self._attend_expanded(q_TNH[own], sequence, ctx)
+            out_TNV[own], lse_TN[own] = self._expanded(q_TNH[own], shard, sequence, ctx)
         return out_TNV, lse_TN
 
-    def _attend_absorbed(self, q_TNH: Tensor, plan: LatentPlan, ctx: DCPContext) -> tuple[Tensor, Tensor]:
+    def _absorbed(self, q_TNH: Tensor, shard: Shard, plan: LatentPlan, ctx: DCPContext) -> tuple[Tensor, Tensor]:
         q_TND, q_TNP = q_TNH.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         q_NTR = torch.bmm(q_TND.transpose(0, 1), self._up_weights()[:, : self.config.qk_head_dim])
         q_TNL = torch.cat((q_NTR.transpose(0, 1), q_TNP), dim=-1)
         if ctx.groups.dcp_layout == "within_tp":
             q_TNL = gather_heads(q_TNL, ctx.groups.dcp, metrics=ctx.metrics)
-        out_TNR, lse_TN = ctx.partial(self.layer_number, q_TNL, plan.absorbed, scale=self.softmax_scale)
-        return (self._values(out_TNR, 0) if plan.values_first else out_TNR), lse_TN
+        out_TNR, lse_TN = ctx.attend(q_TNL, shard, plan.absorbed, scale=self.softmax_scale)
+        return (self._values(out_TNR, 0) if ctx.values_first else out_TNR), lse_TN
 
-    def _attend_expanded(self, q_QNH: Tensor, sequence: ExpandedSequence, ctx: DCPContext) -> tuple[Tensor, Tensor]:
+    def _expanded(
+        self, q_QNH: Tensor, shard: Shard, sequence: ExpandedSequence, ctx: DCPContext
+    ) -> tuple[Tensor, Tensor]:
         """Attention of one sequence's tokens over its own keys and values, a slice of the cached latents at a time."""
-        cache_S1L, _ = ctx.pool.layer(ctx.cache_index[self.layer_number])
+        cache_S1L, _ = shard
         merged: tuple[Tensor, Tensor] | None = None
         for part in sequence.slices:
-            k_CNH, v_CNV = self._expand(cache_S1L[part.slots, 0].to(q_QNH.dtype))
-            partial = ctx.backend.attend(q_QNH, k_CNH, v_CNV, part.attention, scale=self.softmax_scale)
+            expanded = self._expand(cache_S1L[part.slots, 0].to(q_QNH.dtype))
+            partial = ctx.attend(q_QNH, expanded, part.attention, scale=self.softmax_scale)
             if merged is not None:
                 partial = merge_partials(*(torch.stack(pair) for pair in zip(merged, partial, strict=True)))
             merged = partial

@@ -1,7 +1,8 @@
 """Megatron's mixture-of-experts layer with a way through a decode step.
 
 All ranks that share a layer hold the same tokens, so nothing is dispatched: every rank routes all tokens, computes the
-experts that it holds, and one all-reduce adds up. Which tokens an expert gets changes no collective.
+experts that it holds, and one all-reduce adds up. Which tokens an expert gets changes no collective. Where a prompt's
+tokens are dealt out over ranks that share experts, they are gathered first.
 
 Shapes: ``T`` tokens, ``h`` hidden size, ``E`` experts of the model, ``k`` experts of a token, ``t`` (token, expert)
 pairs of this rank's experts, sorted by expert.
@@ -23,6 +24,7 @@ from megatron_dcp.comm.exchange import all_reduce_sum
 from megatron_dcp.config import divisors
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.linear import product
+from megatron_dcp.layers.prefill import gather_tokens
 from megatron_dcp.router import GroupedTopKRouter, choose
 
 _ROUTER_DTYPE = {"fp32": torch.float32, "fp64": torch.float64}
@@ -37,15 +39,15 @@ class DCPMoELayer(MoELayer):
     def decode(self, x_T1h: Tensor, ctx: DCPContext) -> Tensor:
         """``[T, 1, h]`` → ``[T, 1, h]``: the sum over each token's experts, and the shared expert's output.
 
-        The input has the same bits on all ranks of ``ctx.groups.tp_ep`` (it comes out of an all-reduce), so all of them
-        take the same decisions. What they add up is in the router's dtype, as in Megatron.
+        What is routed has the same bits on all ranks of ``ctx.groups.tp_ep`` (it comes out of an all-reduce, or is
+        gathered), so all of them take the same decisions. What they add up is in the router's dtype, as in Megatron.
         """
-        x_Th = x_T1h.squeeze(1)
+        x_Th = _gathered(x_T1h.squeeze(1), ctx)
         dtype = _ROUTER_DTYPE.get(self.config.moe_router_dtype, x_Th.dtype)
         weights_Tk, experts_Tk = choose(self.router, product(x_Th.to(dtype), self.router.weight.to(dtype)))
         out_Th = self._own_experts(x_Th, weights_Tk, experts_Tk)
         out_Th = all_reduce_sum(out_Th, ctx.groups.tp_ep, metrics=ctx.metrics)
-        out_T1h = out_Th.to(x_T1h.dtype).unsqueeze(1)
+        out_T1h = _own(out_Th, ctx).to(x_T1h.dtype).unsqueeze(1)
         return out_T1h if self.shared_experts is None else out_T1h + self.shared_experts(x_T1h)
 
     def _own_experts(self, x_Th: Tensor, weights_Tk: Tensor, experts_Tk: Tensor) -> Tensor:
@@ -68,6 +70,32 @@ class DCPMoELayer(MoELayer):
         rows = counts.tolist()
         parts = zip(self.experts.local_experts, x_th.split(rows), weights_t.split(rows), strict=True)
         return torch.cat([expert(x, weights)[0] for expert, x, weights in parts if len(x)])  # most have no token
+
+
+def _gathered(x_Th: Tensor, ctx: DCPContext) -> Tensor:
+    """The replicated tokens, and the striped ones of all ranks where those share experts."""
+    plan = ctx.plan
+    assert plan is not None
+    if plan.striped is None or not ctx.experts_over_dcp:
+        return x_Th
+    striped = gather_tokens(x_Th[plan.replicated :], plan.striped.counts, ctx)
+    return torch.cat((x_Th[: plan.replicated], striped))
+
+
+def _own(out_Th: Tensor, ctx: DCPContext) -> Tensor:
+    """Of :func:`_gathered` tokens those of this rank."""
+    plan = ctx.plan
+    assert plan is not None
+    if plan.striped is None or not ctx.experts_over_dcp:
+        return out_Th
+    rank = ctx.groups.dcp.rank()
+    first = plan.replicated + sum(plan.striped.counts[:rank])
+    return torch.cat((out_Th[: plan.replicated], out_Th[first : first + plan.striped.counts[rank]]))
+
+
+def experts_over_dcp(groups: Any) -> bool:
+    """Whether ranks of several DCP ranks share experts, so that an expert's rank needs tokens of all of them."""
+    return not set(dist.get_process_group_ranks(groups.tp_ep)) <= set(dist.get_process_group_ranks(groups.tp))
 
 
 def unsupported_experts(config: Any) -> Iterator[tuple[str, Any, str]]:

@@ -53,7 +53,7 @@ def expected(config, tp, dcp, layout, exchange, tokens, dcp_rank):
                 add("all_reduce", 1, 2 * (ranks - 1) * 4 * tokens * config.hidden_size // ranks)
         for op, (calls, sent) in ours.items():
             add(op, calls, sent)
-    if tp > 1:
+    if tp > 1 and (layout == "within_tp" or dcp_rank == 0):  # only the first DCP rank's TP group makes logits
         add("all_gather", 1, (tp - 1) * 4 * tokens * config.padded_vocab_size // tp)  # logits
     return total
 
