@@ -17,12 +17,14 @@ from megatron_models import everywhere, single_rank_groups, training_logits
 
 from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, load_model
 from megatron_dcp import parallel_state as dcp
+from megatron_dcp.config import PrefillName
 from megatron_dcp.engine.runner import ModelRunner
 from models import hf_model, tiny_model
 from workers import run_on_ranks
 
 BLOCK, DECODE, VOCAB = 8, 48, 100
 TOLERANCE = 1e-4
+PREFILLS: tuple[PrefillName, ...] = ("pass_kv", "pass_q", "replicated")
 GREEDY = SamplingParams(max_tokens=DECODE, ignore_eos=True)
 
 
@@ -66,21 +68,22 @@ def reference(family: str, dcp_size: int, few: bool = False, **model: Any) -> Re
 def sharded_errors(rank, world, references, tp, dcp_size, layout, settings, experts=None):
     """Largest logit difference of every model and setting, as a share of the logit range; tokens are compared here.
 
-    A setting is an interleave and an exchange. ``experts``: expert parallel sizes.
+    A setting is an interleave and an exchange; the ways to share a prompt's tokens take turns with them. ``experts``:
+    expert parallel sizes.
     """
     errors = {}
     for number, theirs in enumerate(references):
         prompts = theirs.prompts
         texts = [prompt + new[:-1] for prompt, new in zip(prompts, theirs.tokens, strict=True)]
         megatron = None
-        for interleave, exchange in settings:
+        for turn, (interleave, exchange) in enumerate(settings, number):
             llm = LLM(
                 theirs.path,
                 tensor_model_parallel_size=tp,
                 decode_context_parallel_size=dcp_size,
                 dcp_layout=layout,
                 cache=CacheConfig(block_size=BLOCK, kv_interleave_size=interleave),
-                engine=EngineConfig(exchange=exchange, prefill_chunk_size=50),
+                engine=EngineConfig(exchange=exchange, prefill_chunk_size=50, prefill=PREFILLS[turn % 3]),
                 **(experts or {}),
             )
             with recorded_logits() as ours:

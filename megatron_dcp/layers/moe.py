@@ -75,8 +75,7 @@ class DCPMoELayer(MoELayer):
 def _gathered(x_Th: Tensor, ctx: DCPContext) -> Tensor:
     """The replicated tokens, and the striped ones of all ranks where those share experts."""
     plan = ctx.plan
-    assert plan is not None
-    if plan.striped is None or not ctx.experts_over_dcp:
+    if plan is None or plan.striped is None or not ctx.experts_over_dcp:
         return x_Th
     striped = gather_tokens(x_Th[plan.replicated :], plan.striped.counts, ctx)
     return torch.cat((x_Th[: plan.replicated], striped))
@@ -85,8 +84,7 @@ def _gathered(x_Th: Tensor, ctx: DCPContext) -> Tensor:
 def _own(out_Th: Tensor, ctx: DCPContext) -> Tensor:
     """Of :func:`_gathered` tokens those of this rank."""
     plan = ctx.plan
-    assert plan is not None
-    if plan.striped is None or not ctx.experts_over_dcp:
+    if plan is None or plan.striped is None or not ctx.experts_over_dcp:
         return out_Th
     rank = ctx.groups.dcp.rank()
     first = plan.replicated + sum(plan.striped.counts[:rank])

@@ -28,7 +28,7 @@ from megatron_dcp import parallel_state
 from megatron_dcp._cpu import megatron_on_cpu
 from megatron_dcp.config import CacheConfig
 from megatron_dcp.layers import enable_dcp
-from megatron_dcp.layers.moe import DCPMoELayer
+from megatron_dcp.layers.moe import DCPMoELayer, experts_over_dcp
 from megatron_dcp.metrics import Metrics
 from megatron_dcp.model_config import ModelConfig
 from workers import run_on_ranks
@@ -42,7 +42,7 @@ def inputs(tokens: int, hidden: int) -> torch.Tensor:
 
 def decode(layer: DCPMoELayer, x_T1h: torch.Tensor, groups: Any, metrics: Metrics | None = None) -> torch.Tensor:
     with torch.inference_mode():
-        return layer.decode(x_T1h, SimpleNamespace(groups=groups, metrics=metrics))
+        return layer.decode(x_T1h, SimpleNamespace(groups=groups, metrics=metrics, plan=None))
 
 
 def by_megatron(layer: Any, x_T1h: torch.Tensor) -> torch.Tensor:
@@ -123,6 +123,37 @@ def test_two_replicas_decode_each_their_own():
     """Experts are shared inside a replica (tp 1 x dcp 2) only; the ranks of the other one hold copies."""
     for errors in run_on_ranks(4, layer_case, ["deepseek-v3"], 1, 2, "orthogonal", 2, 1):
         assert errors["deepseek-v3"] < 2e-6
+
+
+def striped_case(rank, world, tp, dcp, ep, expert_tp):
+    """A step of two tokens that all ranks have and some that are dealt out, not evenly."""
+    groups = init(tp, dcp, "orthogonal", ep, expert_tp)
+    counts = [3 + 2 * number for number in range(dcp)]
+    before = 2 + sum(counts[: groups.dcp.rank()])
+    own = [0, 1, *range(before, before + counts[groups.dcp.rank()])]
+    plan = SimpleNamespace(replicated=2, striped=SimpleNamespace(counts=counts))
+    ctx = SimpleNamespace(groups=groups, metrics=None, plan=plan, experts_over_dcp=experts_over_dcp(groups))
+    errors = {}
+    for kind in MOE_KINDS:
+        config = moe_config(kind)
+        state = random_state(config)
+        number = max(number for number in range(config.num_layers) if config.is_moe_layer(number))
+        layer = enable_dcp(sharded_model(config, state)).decoder.layers[number].mlp
+        x_T1h = inputs(2 + sum(counts), config.hidden_size)
+        with torch.inference_mode():
+            got = layer.decode(x_T1h[own], ctx)
+        errors[kind] = error(got, by_megatron(whole_model(config, state).decoder.layers[number].mlp, x_T1h)[own])
+    return ctx.experts_over_dcp, errors
+
+
+@pytest.mark.parametrize(
+    "tp,dcp,ep,expert_tp,over_dcp",
+    [(1, 3, 1, 3, True), (2, 2, 4, 1, True), (1, 4, 2, 1, True), (2, 2, 2, 1, False), (1, 2, 1, 1, False)],
+)
+def test_tokens_that_are_dealt_out(tp, dcp, ep, expert_tp, over_dcp):
+    for over, errors in run_on_ranks(tp * dcp, striped_case, tp, dcp, ep, expert_tp):
+        assert over == over_dcp
+        assert len(errors) == len(MOE_KINDS) and max(errors.values()) < 2e-6, errors
 
 
 def by_definition(config: ModelConfig, state: dict[str, torch.Tensor], x_T1h: torch.Tensor) -> torch.Tensor:
