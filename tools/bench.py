@@ -11,6 +11,7 @@ import argparse
 
 import bench_decode
 import bench_mla
+import bench_prefill
 
 
 def main() -> None:
@@ -18,6 +19,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     bench_decode.add_command(commands)
     bench_mla.add_command(commands)
+    bench_prefill.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -122,11 +122,10 @@ def make_contenders(arguments: argparse.Namespace, world: World) -> list[Contend
     dtype, device = getattr(torch, arguments.dtype), default_device()
     config = shape.config(max(arguments.contexts))
     groups = parallel_state.get_process_group_collection()
-    model = build_model(config, groups, dtype=dtype, device=device)
-    _randomise(model)
+    model = build_random_model(config, groups, dtype, device)
     kv = RandomKV(config, dtype, device)
     contenders: list[Contender] = [
-        Ours(size, model, _with_dcp(groups, group), kv, arguments) for size, group in world.groups.items()
+        Ours(size, model, with_dcp(groups, group), kv, arguments) for size, group in world.groups.items()
     ]
     first = world.rank == 0
     if "megatron" in arguments.peers:
@@ -143,8 +142,9 @@ def make_contenders(arguments: argparse.Namespace, world: World) -> list[Contend
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module) -> None:
-    """The same weights on every rank; of a size that keeps activations near 1."""
+def build_random_model(config: ModelConfig, groups: Any, dtype: torch.dtype, device: Any) -> Any:
+    """A model with the same weights on every rank, of a size that keeps activations near 1."""
+    model = build_model(config, groups, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -152,9 +152,10 @@ def _randomise(model: torch.nn.Module) -> None:
         else:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(noise * parameter.shape[1] ** -0.5)
+    return model
 
 
-def _with_dcp(groups: Any, group: Any) -> Any:
+def with_dcp(groups: Any, group: Any) -> Any:
     """``groups`` with another DCP group; tp stays 1, so that dcp sizes can take turns in one world."""
     groups = copy.copy(groups)
     groups.dcp = groups.tp_dcp = groups.dcp_replica = group

@@ -51,18 +51,18 @@ class World:
     def time(self, call: Callable[[], object], ranks: int, aim_s: float) -> float:
         """Median seconds of ``call``, in about ``aim_s`` after one call that is not counted; of the slowest rank."""
         with self.turn(ranks) as joins:
-            seconds = [0.0]
+            spent = [0.0]
             if joins:
                 call()
-                first = _seconds(call)
+                first = seconds(call)
                 group = self.groups[ranks]
                 more = [max(1, min(20, round(aim_s / max(first, 1e-6))) - 1)]
                 dist.broadcast_object_list(more, src=0, group=group)
-                seconds = [first, *(_seconds(call) for _ in range(more[0]))]
+                spent = [first, *(seconds(call) for _ in range(more[0]))]
                 everywhere: list[Any] = [None] * ranks
-                dist.all_gather_object(everywhere, seconds, group=group)
-                seconds = [max(of_ranks) for of_ranks in zip(*everywhere, strict=True)]
-        return median(seconds)
+                dist.all_gather_object(everywhere, spent, group=group)
+                spent = [max(of_ranks) for of_ranks in zip(*everywhere, strict=True)]
+        return median(spent)
 
     def make_groups(self, sizes: list[int]) -> None:
         """``groups[n]``: the first ``n`` ranks, for every size; ``None`` on the other ranks. A collective call."""
@@ -70,7 +70,8 @@ class World:
         self.groups = {size: group if self.rank < size else None for size, group in groups.items()}
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[[], object]) -> float:
+    """How long one call takes."""
     start = time.perf_counter()
     call()
     if torch.cuda.is_available():

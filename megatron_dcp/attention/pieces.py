@@ -24,6 +24,7 @@ from megatron_dcp.attention.base import AttentionBatch
 Run = tuple[int, int]  # first slot, number of keys
 
 MIN_SPLIT_KEYS = 512  # keys worth a thread of their own
+MANY_ROWS = 32  # the kernels' block of rows: with fewer, keys are read once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Limits:
         copy_keys: Runs up to this length are copied together rather than given a call each.
         work_keys: Most keys that are copied to work space for one call.
         call_keys: Most keys of one call; ``None``: no bound.
+        head_keys: Most keys of one call of many rows: a head's keys and values are read once for each block of rows,
+            and are to stay in the CPU's cache meanwhile.
         ways: Parts that a decode call's keys are split into, so that few KV heads still occupy all threads.
     """
 
@@ -44,6 +47,7 @@ class Limits:
     copy_keys: int
     work_keys: int
     call_keys: int | None
+    head_keys: int
     ways: int
 
     def __post_init__(self) -> None:
@@ -185,9 +189,11 @@ def _dense_pieces(runs: Iterable[Run], rows: int, limits: Limits, device: torch.
             loose.append((slot, length))
             continue
         step = limits.call_keys or length
+        if rows >= MANY_ROWS:
+            step = min(step, limits.head_keys)
         for begin in range(0, length, step):
             size = min(step, length - begin)
-            parts = limits.ways if rows < 32 and size >= limits.ways * MIN_SPLIT_KEYS else 1
+            parts = limits.ways if rows < MANY_ROWS and size >= limits.ways * MIN_SPLIT_KEYS else 1
             pieces.append(Piece((slot + begin, size - size % parts), parts))
             if size % parts:
                 loose.append((slot + begin + size - size % parts, size % parts))

@@ -22,6 +22,7 @@ from megatron_dcp.merge import merge_partials
 
 WORK_BYTES = 8 << 20  # fp32 keys and values of one call: large enough that calls are few, small enough for a CPU cache
 COPY_BYTES = 128 << 10  # keys and values that are gathered in about the time that one more call takes
+HEAD_BYTES = 1 << 20  # fp32 keys and values of one head that stay in a core's cache while many rows meet them
 MAX_ROWS = 512  # of one call: enough for the matrix products to run at full speed
 
 Pool = tuple[Tensor, Tensor]  # keys and values as k_1KSH, v_1KSV
@@ -121,6 +122,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             copy_keys=min(work_keys, COPY_BYTES // key_bytes),
             work_keys=work_keys,
             call_keys=call_keys,
+            head_keys=max(1, HEAD_BYTES // ((head_dim + v_dim) * 4)),
             ways=thread_ways(kv_heads, torch.get_num_threads()) if fits else 1,
         )
         padded: list[Unit] = []

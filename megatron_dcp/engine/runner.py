@@ -29,6 +29,7 @@ from megatron_dcp.layers import (
     cached_kv_heads,
     check_expert_groups,
     enable_dcp,
+    exchange_work_bytes,
     experts_over_dcp,
     is_striped,
     plan_latent,
@@ -67,6 +68,7 @@ class ModelRunner:
     ) -> None:
         self.model: Any = enable_dcp(model)
         self.groups = groups
+        self.engine = engine
         self.vocab_size = vocab_size
         self.metrics = metrics
         config = self.model.config
@@ -111,6 +113,17 @@ class ModelRunner:
     def num_blocks(self) -> int:
         """Physical blocks of the pool; the group holds ``num_blocks * block_size * dcp`` tokens."""
         return self.pool.num_blocks
+
+    @property
+    def work_bytes(self) -> int:
+        """Most bytes that the exchange of a step takes beside pool, weights and activations; not the context's."""
+        return exchange_work_bytes(
+            self.stripe_sizes,
+            self.layout,
+            self.prefill,
+            prefill_chunk_size=self.engine.prefill_chunk_size,
+            replicated=self.engine.max_num_seqs * (1 + self.engine.num_draft_tokens),
+        )
 
     @torch.inference_mode()
     def step(self, batch: StepBatch) -> Tensor:

@@ -42,6 +42,7 @@ def test_every_token_sees_its_keys_once(seed: int) -> None:
         copy_keys=min(work_keys, rng.choice([0, 1, 5, 1000])),
         work_keys=work_keys,
         call_keys=rng.choice([None, 3, 40]),
+        head_keys=rng.choice([2, 9, 1000]),
         ways=1,
     )
     q_lens, visible, tables = [], [], []
@@ -82,7 +83,7 @@ def test_every_token_sees_its_keys_once(seed: int) -> None:
 
 
 def test_split_over_threads_covers_all_keys() -> None:
-    limits = Limits(group=2, tokens=8, copy_keys=4, work_keys=100, call_keys=None, ways=3)
+    limits = Limits(group=2, tokens=8, copy_keys=4, work_keys=100, call_keys=None, head_keys=1000, ways=3)
     batch = AttentionBatch(q_lens=(1,), visible=(2000,), block_tables=(tuple(range(125)),), block_size=16)
     (unit,) = cut_batch(batch, limits, CPU)
     assert [piece.parts for piece in unit.pieces] == [3, 1]

@@ -107,6 +107,24 @@ def test_a_foreign_slot_raises_and_writes_nothing(order: str, slot: int) -> None
     assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index))
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("v_dim,v_in_k", [(None, False), (4, False), (4, True)])
+def test_what_is_packed_is_unpacked_elsewhere(order: str, dtype: torch.dtype, v_dim: int | None, v_in_k: bool) -> None:
+    """As another rank does, whose pool has as large blocks but more of them."""
+    sizes = dict(num_layers=2, block_size=5, num_kv_heads=2, head_dim=6, v_dim=v_dim, v_in_k=v_in_k, dtype=dtype)
+    pool, other = (KVPool(num_blocks=count, order=order, **sizes) for count in (4, 9))
+    slot_t = torch.tensor([19, 0, 7, 8])
+    k, v = torch.randn(4, 2, 6).to(dtype), None if v_in_k else torch.randn(4, 2, v_dim or 6).to(dtype)
+    pool.write(1, slot_t, k, v)
+    packed = pool.pack(1, slot_t)
+    assert packed.nbytes == 4 * pool.bytes_per_key
+    assert pool.bytes == 2 * 20 * pool.bytes_per_key
+    k_SKH, v_SKV = other.unpack(packed)
+    assert torch.equal(k_SKH, k) and torch.equal(v_SKV, k[..., :4] if v is None else v)
+    assert k_SKH.stride(1) == (6 if order == "slots_first" else 4 * 6)
+
+
 def test_wrong_shapes_raise() -> None:
     pool = make(v_dim=4)
     one = torch.tensor([1])
