@@ -76,7 +76,7 @@ def sharded_errors(rank, world, references, tp, dcp_size, layout, settings, expe
         prompts = theirs.prompts
         texts = [prompt + new[:-1] for prompt, new in zip(prompts, theirs.tokens, strict=True)]
         megatron = None
-        for turn, (interleave, exchange) in enumerate(settings, number):
+        for turn, (interleave, exchange) in enumerate(settings, number + dcp_size):
             llm = LLM(
                 theirs.path,
                 tensor_model_parallel_size=tp,

@@ -12,6 +12,7 @@ import argparse
 import bench_decode
 import bench_mla
 import bench_prefill
+import bench_serve
 
 
 def main() -> None:
@@ -20,6 +21,7 @@ def main() -> None:
     bench_decode.add_command(commands)
     bench_mla.add_command(commands)
     bench_prefill.add_command(commands)
+    bench_serve.add_command(commands)
     arguments = parser.parse_args()
     arguments.run(arguments)
 

@@ -135,7 +135,7 @@ def make_contenders(arguments: argparse.Namespace, world: World) -> list[Contend
             stock.load_state_dict(model.state_dict(), assign=True, strict=False)
         contenders.append(MegatronStatic(stock, kv, shape, arguments.dtype))
     wanted = [peer for peer in arguments.peers if peer.startswith("transformers")]
-    llama = _transformers_model(model, config) if wanted and first else None
+    llama = transformers_model(model, config) if wanted and first else None
     for peer in wanted:
         contenders.append(Transformers(llama, kv, shape, arguments.dtype, static=peer.endswith("static")))
     return contenders
@@ -162,7 +162,7 @@ def with_dcp(groups: Any, group: Any) -> Any:
     return groups
 
 
-def _transformers_model(model: torch.nn.Module, config: ModelConfig) -> Any:
+def transformers_model(model: torch.nn.Module, config: ModelConfig) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
