@@ -17,6 +17,7 @@ from megatron_dcp.attention.base import AttentionBatch
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in
 from megatron_dcp.comm.exchange import gather_heads, get_exchange
+from megatron_dcp.comm.pipeline import receive_from_previous_stage, send_to_next_stage
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
 from megatron_dcp.engine.batch import StepBatch
 from megatron_dcp.layers import (
@@ -140,18 +141,33 @@ class ModelRunner:
         """Compute the step's tokens, keep their keys, return logits.
 
         Returns:
-            fp32 ``[B, vocab_size]`` on every rank: the rows that ``num_logits`` of each sequence asks for, in order.
+            fp32 ``[B, vocab_size]`` on every rank of the last pipeline stage: the rows that ``num_logits`` of each
+            sequence asks for, in order. ``[0, vocab_size]`` on the others.
         """
         places = place_tokens(batch, self.layout, self.rank)
         positions_T = torch.from_numpy(places.positions_T).to(self.device)
         self.context.plan = self._plan(batch, places, positions_T)
         tokens = [token for seq in batch.seqs for token in seq.token_ids]
-        hidden = self.model.embedding(
-            input_ids=torch.tensor([tokens], device=self.device), position_ids=positions_T.unsqueeze(0)
-        )
+        if self.model.pre_process:
+            hidden = self.model.embedding(
+                input_ids=torch.tensor([tokens], device=self.device), position_ids=positions_T.unsqueeze(0)
+            )
+        else:
+            hidden = None  # the decoder takes what is set instead
+            self.model.set_input_tensor(self._receive(len(tokens)))
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=None, inference_context=self.context)
+        self.model.set_input_tensor(None)
         self.context.plan = None
+        if not self.model.post_process:
+            send_to_next_stage(hidden, self.groups.pp, self.metrics)
+            return torch.empty(0, self.vocab_size, device=self.device)
         return self._logits(hidden, batch)
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        """The previous stage's hidden states, ``[T, 1, h]``."""
+        config = self.model.config
+        dtype = torch.float32 if config.fp32_residual_connection else self.dtype
+        return receive_from_previous_stage(num_tokens, config.hidden_size, dtype, self.groups.pp, self.metrics)
 
     def _plan(self, batch: StepBatch, places: _Places, positions_T: Tensor) -> StepPlan:
         cos = sin = None
