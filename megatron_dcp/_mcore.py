@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
@@ -153,11 +154,14 @@ def _moe_fields(moe: MoEConfig) -> dict[str, Any]:
 _MOE_ELSEWHERE = ("num_experts", "moe_layer_freq", "moe_router_group_score_topk")
 
 
-def local_layer_spec(config: ModelConfig) -> ModuleSpec | TransformerBlockSubmodules:
+def local_layer_spec(config: ModelConfig, layers: range | None = None) -> ModuleSpec | TransformerBlockSubmodules:
     """Layers of Megatron's own modules, without TransformerEngine.
 
     Attention is Megatron's ``DotProductAttention``, which needs a GPU in training, and with MLA, for which Megatron has
     none without TransformerEngine, :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
+
+    Args:
+        layers: Numbers (from 0) of the layers that a pipeline stage has; default: all.
 
     Returns:
         One layer's spec where all layers are alike, else a block's.
@@ -168,7 +172,7 @@ def local_layer_spec(config: ModelConfig) -> ModuleSpec | TransformerBlockSubmod
         return _one_layer_spec(config, None)
     kinds = {0: _one_layer_spec(config, None), 1: _one_layer_spec(config, config.moe)}
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[freq] for freq in config.moe.moe_layer_freq],
+        layer_specs=[kinds[config.moe.moe_layer_freq[layer]] for layer in layers or range(config.num_layers)],
         layer_norm=kinds[0].submodules.input_layernorm,
     )
 
@@ -205,38 +209,47 @@ def build_model(
     layer_spec: ModuleSpec | TransformerBlockSubmodules | None = None,
     **overrides: Any,
 ) -> GPTModel:
-    """A ``GPTModel`` of this rank's shard, in eval mode, with uninitialised weights.
+    """A ``GPTModel`` of this rank's shard of its pipeline stage, in eval mode, with uninitialised weights.
+
+    The layers are split evenly over the stages; the first has the embedding, the last the final norm and the output
+    layer. With tied embeddings the last stage has a copy of the embedding that nothing keeps in step with the first's.
 
     Args:
         config: Shape of the model.
-        pg_collection: Process groups; ``.tp`` decides the shard.
-        layer_spec: Layer to build; default :func:`local_layer_spec`.
+        pg_collection: Process groups; ``.tp`` decides the shard, ``.pp`` the stage.
+        layer_spec: Layer to build, or block of this stage's layers; default :func:`local_layer_spec`.
         overrides: Fields of ``TransformerConfig``, e.g. ``perform_initialization=True`` to train from scratch.
 
     Raises:
-        ValueError: The tensor parallel size does not fit the shape, or the RoPE scaling is not known.
+        ValueError: A parallel size does not fit the shape, or the RoPE scaling is not known.
     """
     from megatron.core.models.gpt import GPTModel
 
     from megatron_dcp._cpu import megatron_on_cpu
     from megatron_dcp.rope import inverse_frequencies
 
-    tp = pg_collection.tp.size()
-    config.check_tensor_parallel(tp)
+    tp, stage, stages = pg_collection.tp.size(), pg_collection.pp.rank(), pg_collection.pp.size()
+    check_sizes(config, pg_collection)
+    overrides = dict(pipeline_model_parallel_size=stages, pipeline_dtype=dtype) | overrides
     if config.moe is not None:
         ep, expert_tp = pg_collection.ep.size(), pg_collection.expt_tp.size()
-        config.check_expert_parallel(ep, expert_tp)
         overrides = dict(expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp) | overrides
     inv_freq = inverse_frequencies(config)
-    spec = layer_spec or local_layer_spec(config)
+    each = config.num_layers // stages
+    spec = layer_spec or local_layer_spec(config, range(stage * each, (stage + 1) * each))
     if config.mla is not None and config.mla.q_lora_rank is None:
         spec = _with_q_proj_on(spec, pg_collection.tp)
+    if stages > 1:
+        pg_collection = copy.copy(pg_collection)
+        pg_collection.embd = None  # Megatron would make copies of the embedding equal over it, on a GPU
     with megatron_on_cpu(), _quiet_megatron(), _without_te():
         model = GPTModel(
             config=transformer_config(config, tp=tp, dtype=dtype, **overrides),
             transformer_layer_spec=spec,
             vocab_size=config.padded_vocab_size,
             max_sequence_length=config.max_position_embeddings,
+            pre_process=stage == 0,
+            post_process=stage == stages - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=not config.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
@@ -252,6 +265,17 @@ def build_model(
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias = module.expert_bias.float()  # decides between close scores; Megatron keeps it in fp32
     return model
+
+
+def check_sizes(config: ModelConfig, pg_collection: ProcessGroupCollection) -> None:
+    """Raise ``ValueError`` naming the legal sizes unless a model of this shape can be cut for these groups."""
+    stages = pg_collection.pp.size()
+    config.check_tensor_parallel(pg_collection.tp.size())
+    config.check_pipeline_parallel(stages)
+    if config.moe is not None:
+        replica = getattr(pg_collection, "dcp_replica", None)
+        ranks = (dist.get_world_size() if replica is None else replica.size()) // stages
+        config.check_expert_parallel(pg_collection.ep.size(), pg_collection.expt_tp.size(), ranks=ranks)
 
 
 def _with_q_proj_on(spec: Any, tp_group: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -204,22 +205,34 @@ class ModelConfig:
             legal = ", ".join(str(t) for t in range(1, self.num_attention_heads + 1) if not misfits(t))
             raise ValueError(f"tensor_model_parallel_size={tp} does not fit {', '.join(wrong)}; use one of {legal}")
 
-    def check_expert_parallel(self, ep: int, expert_tp: int) -> None:
+    def check_pipeline_parallel(self, pp: int) -> None:
+        """Raise ``ValueError`` naming the legal sizes unless ``pp`` stages can have the same number of layers."""
+        if self.num_layers % pp:
+            raise ValueError(
+                f"pipeline_model_parallel_size={pp} does not divide num_layers={self.num_layers}; use one of "
+                f"{divisors(self.num_layers)}"
+            )
+
+    def check_expert_parallel(self, ep: int, expert_tp: int, *, ranks: int) -> None:
         """Raise ``ValueError`` naming the legal sizes unless ``ep x expert_tp`` ranks can share the experts.
 
         Without experts nothing is dealt out, and any size will do.
+
+        Args:
+            ranks: Those that there are for it: errors name sizes that these can hold.
         """
         if self.moe is None:
             return
         experts, ffn = self.moe.num_experts, self.moe.moe_ffn_hidden_size
         if experts % ep:
+            legal = divisors(math.gcd(experts, max(1, ranks // expert_tp)))
             raise ValueError(
-                f"expert_model_parallel_size={ep} does not divide num_experts={experts}; use one of {divisors(experts)}"
+                f"expert_model_parallel_size={ep} does not divide num_experts={experts}; use one of {legal}"
             )
         if ffn % expert_tp:
             raise ValueError(
                 f"expert_tensor_parallel_size={expert_tp} does not divide moe_ffn_hidden_size={ffn}; use one of "
-                f"{divisors(ffn)}"
+                f"{divisors(math.gcd(ffn, max(1, ranks // ep)))}"
             )
 
     def _cut_by_tp(self) -> dict[str, int]:

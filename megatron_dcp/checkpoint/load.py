@@ -12,7 +12,12 @@ from megatron_dcp.checkpoint.dist import read_dist_config
 from megatron_dcp.checkpoint.files import locate
 from megatron_dcp.checkpoint.hf import read_hf_config
 from megatron_dcp.checkpoint.legacy import read_legacy_config
-from megatron_dcp.checkpoint.names import global_expert_name, padded_vocab_size
+from megatron_dcp.checkpoint.names import (
+    global_expert_name,
+    global_layer_name,
+    padded_vocab_size,
+    split_layer_name,
+)
 from megatron_dcp.checkpoint.source import Source
 from megatron_dcp.comm.consensus import agree, same_on_all
 from megatron_dcp.model_config import ModelConfig
@@ -71,11 +76,13 @@ def load_model(
     """Build the model of the checkpoint ``path`` on this rank and fill it. Call it on every rank of the model.
 
     The checkpoint may have any format and have been saved at any tensor or expert parallel size. Every rank reads its
-    own shard, and its own experts only; nothing is sent. Memory beyond the model: one tensor.
+    own shard, of the layers of its own pipeline stage and of its own experts only; nothing is sent. Memory beyond the
+    model: one tensor.
 
     Args:
         path: As for `convert`.
-        pg_collection: Process groups; ``.tp`` decides the shard, of experts ``.ep`` and ``.expt_tp``.
+        pg_collection: Process groups; ``.tp`` decides the shard, of experts ``.ep`` and ``.expt_tp``; ``.pp`` the
+            layers.
         dtype: dtype of the parameters, whatever they are stored in; biases that choose experts stay fp32.
         build: Further arguments of ``build_model``.
 
@@ -85,9 +92,9 @@ def load_model(
 
     Raises:
         ValueError: On every rank: the checkpoint is not sound (checked before the model is built), or its model
-            cannot be cut for these tensor and expert parallel sizes.
+            cannot be cut for these tensor, pipeline and expert parallel sizes.
     """
-    from megatron_dcp._mcore import build_model
+    from megatron_dcp._mcore import build_model, check_sizes
 
     groups = _ranks_of_model(pg_collection)
     tp = pg_collection.tp.size()
@@ -97,9 +104,7 @@ def load_model(
         source = open_source(path)
         if source.config.padded_vocab_size % tp:
             source.repad(padded_vocab_size(source.config.vocab_size, tp))
-        source.config.check_tensor_parallel(tp)
-        if source.config.moe is not None:
-            source.config.check_expert_parallel(pg_collection.ep.size(), pg_collection.expt_tp.size())
+        check_sizes(source.config, pg_collection)
     except Exception as caught:  # whatever it is: the other ranks wait
         error = caught
     _agree(error, groups)
@@ -121,32 +126,46 @@ def load_model(
 
 
 @torch.no_grad()
-def _fill(model: torch.nn.Module, source: Source, pg_collection: ProcessGroupCollection) -> None:
+def _fill(model: GPTModel, source: Source, pg_collection: ProcessGroupCollection) -> None:
     """Fill parameters and persistent buffers, each kind of which has a rank of its own."""
     state = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in state.items() if not name.endswith("_extra_state")}
-    first = 0
+    first_expert, first_layer = 0, model.decoder.layers[0].layer_number - 1
     if source.config.moe is not None:
-        first = pg_collection.ep.rank() * (source.config.moe.num_experts // pg_collection.ep.size())
+        first_expert = pg_collection.ep.rank() * (source.config.moe.num_experts // pg_collection.ep.size())
     read = set()
     for name, tensor in tensors.items():
-        whole = global_expert_name(name, first)
+        whole = global_expert_name(global_layer_name(name, first_layer), first_expert)
+        if whole == "output_layer.weight" and model.share_embeddings_and_output_weights:
+            whole = "embedding.word_embeddings.weight"  # the last stage's own copy
         spec = source.specs[whole]
         cut = pg_collection.expt_tp if spec.expert else pg_collection.tp
         shard = source.read_shard(whole, cut.size(), cut.rank())
         assert shard.shape == tensor.shape, (name, shard.shape, tensor.shape)
         tensor.copy_(shard)
         read.add(whole)
-    others = {name for name, spec in source.specs.items() if not spec.expert}
+    others = {name for name, spec in source.specs.items() if not spec.expert and _is_on_stage(name, model)}
     assert others <= read, others - read
 
 
+def _is_on_stage(name: str, model: GPTModel) -> bool:
+    """Whether a tensor of the whole model belongs to the pipeline stage that ``model`` is."""
+    layer, _ = split_layer_name(name)
+    if layer is None:
+        return bool(model.pre_process if name.startswith("embedding.") else model.post_process)
+    first = model.decoder.layers[0].layer_number - 1
+    return first <= layer < first + len(model.decoder.layers)
+
+
 def _ranks_of_model(pg_collection: ProcessGroupCollection) -> list[ProcessGroup]:
-    """The ranks that must fail together: all that decode together where DCP groups exist, and that share experts."""
+    """The ranks that must fail together: all that decode together where DCP groups exist, and that share experts.
+
+    The pipeline comes last: it carries what a rank has heard in its stage to all stages.
+    """
     groups = [getattr(pg_collection, "dcp_replica", None) or pg_collection.tp]
     if hasattr(pg_collection, "ep") and pg_collection.ep.size() > 1:
         groups.append(pg_collection.tp_ep)
-    return groups
+    return [*groups, pg_collection.pp]
 
 
 def _agree(error: Exception | None, groups: list[ProcessGroup]) -> None:

@@ -65,6 +65,12 @@ def split_layer_name(name: str) -> tuple[int | None, str]:
     return (int(match[1]), match[2]) if match else (None, name)
 
 
+def global_layer_name(name: str, first: int) -> str:
+    """``name``, whose layer has a stage's own number, with the global one; layer ``first`` is the stage's first."""
+    layer, rest = split_layer_name(name)
+    return name if layer is None else layer_name(layer + first, rest)
+
+
 def global_expert_name(name: str, first: int) -> str:
     """``name``, whose expert has a rank's own number, with the global one; expert ``first`` is the rank's first."""
     return _EXPERT.sub(lambda match: str(int(match[0]) + first), name)

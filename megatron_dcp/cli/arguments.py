@@ -100,11 +100,12 @@ def add_sizes(group: argparse._ArgumentGroup, *options: tuple[str, str | None, s
 
 
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--tp``, ``--dcp``, ``--dcp-layout``, ``--ep``, ``--expert-tp``, ``--exchange``, ``--timeout``."""
+    """``--tp``, ``--pp``, ``--dcp``, ``--dcp-layout``, ``--ep``, ``--expert-tp``, ``--exchange``, ``--timeout``."""
     group = parser.add_argument_group("parallelism")
     add_sizes(
         group,
         ("--tp", "--tensor-model-parallel-size", "N", 1, "ranks that split the weights"),
+        ("--pp", "--pipeline-model-parallel-size", "N", 1, "stages that split the layers, computing one by one"),
         ("--dcp", "--decode-context-parallel-size", "N", 1, "ranks that split the KV cache of every sequence"),
         ("--ep", "--expert-model-parallel-size", "N", 1, "ranks that the experts of a model are dealt out over"),
         ("--expert-tp", "--expert-tensor-parallel-size", "N", None, "ranks that split one expert (default: as --tp)"),
@@ -113,7 +114,7 @@ def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
         "--dcp-layout",
         choices=get_args(DcpLayout),
         default="orthogonal",
-        help="orthogonal: tp x dcp ranks (default); within_tp: the dcp ranks are part of the tp ranks",
+        help="orthogonal: tp x dcp ranks a stage (default); within_tp: the dcp ranks are part of the tp ranks",
     )
     group.add_argument(
         "--exchange",
@@ -168,21 +169,23 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def check_world(args: argparse.Namespace, world: int) -> None:
-    """Raise ``ValueError`` unless as many processes run as the sizes take."""
+    """Raise ``ValueError`` unless as many processes run as the sizes take, or several times as many: replicas."""
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
         decode_context_parallel_size=args.dcp,
         dcp_layout=args.dcp_layout,
         expert_model_parallel_size=args.ep,
         expert_tensor_parallel_size=args.expert_tp,
     )
-    if parallel.ranks != world:
+    if world % parallel.ranks:
         sizes = f"--tp {args.tp}" + (
             f" x --dcp {args.dcp}" if args.dcp_layout == "orthogonal" else " (--dcp within it)"
         )
+        sizes += f" x --pp {args.pp}" if args.pp > 1 else ""
         raise ValueError(
             f"{sizes} takes {parallel.ranks} process{'es' if parallel.ranks > 1 else ''}, but {world} "
             f"{'were' if world > 1 else 'was'} started; start them with `torchrun --nproc-per-node {parallel.ranks} -m "
-            f"megatron_dcp {args.command} ...`, or change --tp and --dcp"
+            f"megatron_dcp {args.command} ...`, or several times as many for replicas, or change --tp, --pp and --dcp"
         )
     parallel.check_world_size(world)

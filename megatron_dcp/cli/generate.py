@@ -8,7 +8,7 @@ import sys
 from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING
 
-from megatron_dcp.cli import arguments
+from megatron_dcp.cli import arguments, replicas
 from megatron_dcp.cli.jsonl import FORM, OutputFile, read_prompts, to_line
 from megatron_dcp.engine.params import SamplingParams
 from megatron_dcp.engine.request import RequestOutput
@@ -28,7 +28,8 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         commands,
         "generate",
         "Continue prompts with the model of a checkpoint.",
-        "Start it with torchrun where --tp and --dcp take more than one process.\n\n"
+        "Start it with torchrun where --tp, --pp and --dcp take more than one process. On a multiple of\n"
+        "these, that many replicas of the model share out the prompts.\n\n"
         'Writes a line {"index", "prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs"} for every\n'
         "prompt, in their order, to --output or to stdout. On a terminal, the text after --prompt is shown as it\n"
         "comes instead.",
@@ -143,6 +144,7 @@ def run(args: argparse.Namespace) -> None:
         llm = LLM(
             args.checkpoint,
             tensor_model_parallel_size=args.tp,
+            pipeline_model_parallel_size=args.pp,
             decode_context_parallel_size=args.dcp,
             dcp_layout=args.dcp_layout,
             expert_model_parallel_size=args.ep,
@@ -165,8 +167,10 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def _generate(llm: LLM, prompts: list[Prompt], params: SamplingParams, *, show: bool) -> list[RequestOutput]:
     if not show:
-        return llm.generate(prompts, params)
-    outputs = llm.generate(prompts, params, on_token=lambda index, token, text: print(text, end="", flush=True))
+        return replicas.generate(llm, prompts, params)
+    outputs = replicas.generate(
+        llm, prompts, params, on_token=lambda index, token, text: print(text, end="", flush=True)
+    )
     print()
     return outputs
 

@@ -37,7 +37,7 @@ def all_gather(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = No
     flat = tensor.reshape(-1)  # the one form that every back end takes
     gathered = flat.new_empty(ranks * flat.numel())
     sent = (ranks - 1) * tensor.nbytes
-    _issue("all_gather", lambda: _all_gather(gathered, flat, group=group), group, metrics, sent)
+    issue("all_gather", lambda: _all_gather(gathered, flat, group=group), group, metrics, sent)
     return gathered.view(ranks, *tensor.shape)
 
 
@@ -49,7 +49,7 @@ def reduce_scatter_sum(parts: Tensor, group: ProcessGroup, metrics: Metrics | No
     flat = parts.reshape(-1)
     own = flat.new_empty(flat.numel() // ranks)
     sent = (ranks - 1) * own.nbytes
-    _issue("reduce_scatter", lambda: _reduce_scatter(own, flat, group=group), group, metrics, sent)
+    issue("reduce_scatter", lambda: _reduce_scatter(own, flat, group=group), group, metrics, sent)
     return own.view(parts.shape[1:])
 
 
@@ -68,7 +68,7 @@ def all_to_all(rows: Tensor, counts: Sequence[int], group: ProcessGroup, metrics
         distributed.all_to_all_single(received, rows.contiguous(), [own] * ranks, list(counts), group=group)
 
     row_bytes = rows.nbytes // rows.shape[0] if rows.shape[0] else 0
-    _issue("all_to_all", call, group, metrics, (rows.shape[0] - own) * row_bytes)
+    issue("all_to_all", call, group, metrics, (rows.shape[0] - own) * row_bytes)
     return received.unflatten(0, (ranks, own))
 
 
@@ -81,7 +81,7 @@ def all_reduce(
         return tensor
     tensor = tensor.contiguous()
     sent = 2 * (ranks - 1) * tensor.nbytes // ranks
-    _issue("all_reduce", lambda: distributed.all_reduce(tensor, op=op, group=group), group, metrics, sent)
+    issue("all_reduce", lambda: distributed.all_reduce(tensor, op=op, group=group), group, metrics, sent)
     return tensor
 
 
@@ -89,7 +89,7 @@ def broadcast(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = Non
     """Every rank's ``tensor`` becomes that of the group's first rank, in place."""
     if group.size() > 1:
         sent = tensor.nbytes if group.rank() == 0 else 0
-        _issue("broadcast", lambda: distributed.broadcast(tensor, group=group, group_src=0), group, metrics, sent)
+        issue("broadcast", lambda: distributed.broadcast(tensor, group=group, group_src=0), group, metrics, sent)
 
 
 class Transfer:
@@ -108,7 +108,7 @@ class Transfer:
             for work in self._works:
                 work.wait()
 
-        _issue("send_receive", call, self._group, self._metrics, self._sent.nbytes)
+        issue("send_receive", call, self._group, self._metrics, self._sent.nbytes)
         return self._received
 
 
@@ -131,7 +131,7 @@ def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """The ranks' picklable values in rank order. Slow; for errors and set-up. Not counted."""
     values: list[Any] = [value] * group.size()
     if group.size() > 1:
-        _issue("all_gather_object", lambda: distributed.all_gather_object(values, value, group=group), group, None, 0)
+        issue("all_gather_object", lambda: distributed.all_gather_object(values, value, group=group), group, None, 0)
     return values
 
 
@@ -142,7 +142,8 @@ def group_device(group: ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
-def _issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None, bytes_sent: int) -> None:
+def issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None, bytes_sent: int) -> None:
+    """Make a blocking call: timed, counted as ``op``, and with a `CollectiveError` where a rank is lost."""
     _guarded(op, call, group, metrics)
     if metrics is not None:
         metrics.count_collective(op, group.group_desc, bytes_sent)

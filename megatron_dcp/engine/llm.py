@@ -64,6 +64,7 @@ class LLM:
         model: Directory of a checkpoint in any format that `megatron_dcp.load_model` reads, or a Megatron
             ``GPTModel``, bare or wrapped.
         tensor_model_parallel_size: ``None``: that of the existing groups, else 1.
+        pipeline_model_parallel_size: Stages that the layers are cut into, one after the other; as for tp.
         decode_context_parallel_size: Ranks that share a sequence's KV cache. ``None``: that of the existing groups,
             else 1.
         dcp_layout: ``orthogonal`` or ``within_tp``. ``None``: that of the existing groups, else ``orthogonal``.
@@ -91,6 +92,7 @@ class LLM:
         model: str | os.PathLike[str] | torch.nn.Module,
         *,
         tensor_model_parallel_size: int | None = None,
+        pipeline_model_parallel_size: int | None = None,
         decode_context_parallel_size: int | None = None,
         dcp_layout: DcpLayout | None = None,
         expert_model_parallel_size: int | None = None,
@@ -111,6 +113,7 @@ class LLM:
         self._busy = False
         sizes = {
             "tensor_model_parallel_size": tensor_model_parallel_size,
+            "pipeline_model_parallel_size": pipeline_model_parallel_size,
             "decode_context_parallel_size": decode_context_parallel_size,
             "dcp_layout": dcp_layout,
             "expert_model_parallel_size": expert_model_parallel_size,

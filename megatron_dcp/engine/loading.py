@@ -10,6 +10,7 @@ from torch import distributed
 
 from megatron_dcp import parallel_state
 from megatron_dcp.checkpoint import load_model, read_config
+from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.comm.consensus import agree
 from megatron_dcp.config import check_within_tp_bound
 from megatron_dcp.model_config import ModelConfig
@@ -49,6 +50,22 @@ def load_checkpoint(
         if not existed:
             parallel_state.destroy_model_parallel()
         raise
+
+
+def replica_place(groups: Any) -> tuple[int, int]:
+    """This rank's replica among all of the world, and how many there are. A collective call of the world.
+
+    Args:
+        groups: From :func:`megatron_dcp.parallel_state.get_process_group_collection`.
+
+    Returns:
+        ``(index, count)``; replicas are ordered by their first global rank.
+    """
+    own = min(distributed.get_process_group_ranks(groups.dcp_replica))
+    world = distributed.group.WORLD
+    assert world is not None
+    firsts = sorted(set(gather_objects(own, world)))
+    return firsts.index(own), len(firsts)
 
 
 def on_all_ranks(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,6 +16,7 @@ from megatron_dcp.attention.base import AttentionBatch
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in
 from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
+from megatron_dcp.comm.pipeline import receive_from_previous_stage, send_to_next_stage
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
 from megatron_dcp.engine.batch import StepBatch
 from megatron_dcp.engine.places import Places, place_tokens
@@ -131,19 +132,33 @@ class ModelRunner:
 
         Returns:
             fp32 ``[B, vocab_size]``, the rows that ``num_logits`` of each sequence asks for, in order, on the TP group
-            that has the first DCP rank; ``[0, vocab_size]`` on the others.
+            of the last pipeline stage that has the first DCP rank; ``[0, vocab_size]`` on the others.
         """
         striped = is_striped([len(seq.token_ids) for seq in batch.seqs], self.layout, self.prefill)
         places = place_tokens(batch, self.layout, self.rank, striped)
         positions_T = torch.from_numpy(places.positions_T).to(self.device)
         self.context.plan = self._plan(batch, places, positions_T, striped)
-        hidden = self.model.embedding(
-            input_ids=torch.from_numpy(places.tokens_T).to(self.device).unsqueeze(0),
-            position_ids=positions_T.unsqueeze(0),
-        )
+        if self.model.pre_process:
+            hidden = self.model.embedding(
+                input_ids=torch.from_numpy(places.tokens_T).to(self.device).unsqueeze(0),
+                position_ids=positions_T.unsqueeze(0),
+            )
+        else:
+            hidden = None  # the decoder takes what is set instead
+            self.model.set_input_tensor(self._receive(len(places.tokens_T)))
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=None, inference_context=self.context)
+        self.model.set_input_tensor(None)
         self.context.plan = None
+        if not self.model.post_process:
+            send_to_next_stage(hidden, self.groups.pp, self.metrics)
+            return torch.empty(0, self.vocab_size, device=self.device)
         return self._logits(hidden, places)
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        """The previous stage's hidden states, ``[T, 1, h]``."""
+        config = self.model.config
+        dtype = torch.float32 if config.fp32_residual_connection else self.dtype
+        return receive_from_previous_stage(num_tokens, config.hidden_size, dtype, self.groups.pp, self.metrics)
 
     def _plan(self, batch: StepBatch, places: Places, positions_T: Tensor, striped: list[bool]) -> StepPlan:
         cos = sin = None

@@ -131,8 +131,9 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
         yield "softmax_type", config.softmax_type, "attention sinks are not there yet"
     if config.context_parallel_size > 1:
         yield "context_parallel_size", config.context_parallel_size, "use decode_context_parallel_size instead"
-    if config.pipeline_model_parallel_size > 1:
-        yield "pipeline_model_parallel_size", config.pipeline_model_parallel_size, "pipelines are not there yet; use 1"
+    if (config.virtual_pipeline_model_parallel_size or 1) > 1:
+        chunks = config.virtual_pipeline_model_parallel_size
+        yield "virtual_pipeline_model_parallel_size", chunks, "a stage is one run of layers; set it to None"
     yield from unsupported_experts(config)
 
 

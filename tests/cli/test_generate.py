@@ -1,25 +1,20 @@
 """``generate`` and ``convert`` as a user runs them: in this process, on ranks, and under torchrun."""
 
-import contextlib
-import io
 import json
 import os
 import shlex
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from cli_runs import ROOT, lines_of, model, run_main, torchrun, write_prompts
 
 from megatron_dcp import parallel_state
 from megatron_dcp.cli import convert, generate, main
 from models import hf_model, tiny_model
 from workers import run_on_ranks
 
-ROOT = Path(__file__).resolve().parents[2]
 KEYS = ["index", "prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs"]
-PROMPTS = [{"prompt": "h\u00e9llo"}, {"token_ids": [1, 2, 3]}, {"prompt": "x" * 40}]
 
 
 @pytest.fixture
@@ -30,20 +25,6 @@ def alone(monkeypatch):
     parallel_state.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def model() -> Path:
-    return tiny_model("llama", tokenizer=True, positions=64)
-
-
-def write_prompts(tmp_path, prompts=PROMPTS) -> str:
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
-    return str(path)
-
-
-def lines_of(path) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
 def reference(prompt: list[int], tokens: list[int]) -> tuple[list[int], list[float]]:
@@ -145,19 +126,6 @@ def test_convert_refuses_what_it_cannot_do(tmp_path, capsys, monkeypatch):
     assert "one process" in capsys.readouterr().err
 
 
-def run_main(rank, world, commands: list[list[list[str]]]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of command lines; each is one for all ranks, or one for each."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
-    results = []
-    for command in commands:
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            code = main(command[rank % len(command)])
-        parallel_state.destroy_model_parallel()
-        results.append((code, out.getvalue(), err.getvalue()))
-    del os.environ["RANK"], os.environ["WORLD_SIZE"]
-    return results
-
-
 def test_ranks_fail_together_and_leave_nothing_behind(tmp_path):
     out = tmp_path / "out" / "out.jsonl"
     out.parent.mkdir()
@@ -191,13 +159,6 @@ def test_ranks_fail_together_and_leave_nothing_behind(tmp_path):
             assert stderr.startswith(f"[rank {rank}] megatron-dcp generate: error: ") and message in stderr, stderr
             assert stderr.count("\n") == 1, stderr
     assert os.listdir(out.parent) == []
-
-
-def torchrun(*args: str, ranks: int = 2) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *args]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    environment.pop("WORLD_SIZE", None)
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.mcore_line

@@ -71,6 +71,7 @@ def test_wrong_usage_exits_with_2_and_says_why(line, capsys):
     ("line", "message"),
     [
         ("--tp 2 --dcp 3", "--tp 2 x --dcp 3 takes 6 processes, but 1 was started.*torchrun --nproc-per-node 6 -m"),
+        ("--tp 2 --dcp 3 --pp 2", "--tp 2 x --dcp 3 x --pp 2 takes 12 processes, but 1 was started"),
         ("--tp 4 --dcp 2 --dcp-layout within_tp", r"--tp 4 \(--dcp within it\) takes 4 processes"),
         ("--tp 3 --dcp 2 --dcp-layout within_tp", "decode_context_parallel_size=2 does not divide.*use one of 1, 3"),
         (
@@ -88,12 +89,13 @@ def test_sizes_that_do_not_fit_are_one_line_and_1(line, message, capsys, monkeyp
     assert error.count("\n") == 1 and error.startswith("megatron-dcp generate: error: ")
 
 
-def test_more_processes_than_the_sizes_take(capsys, monkeypatch):
+def test_processes_that_are_no_multiple_of_what_the_sizes_take(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "3")
-    assert main([*GENERATE, "--prompt", "a", "--tp", "2"]) == 1
+    assert main([*GENERATE, "--prompt", "a", "--tp", "3"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("[rank 3] ") and "takes 2 processes, but 4 were started" in error
+    assert error.startswith("[rank 3] ") and "takes 3 processes, but 4 were started" in error
+    assert "several times as many for replicas" in error
 
 
 @pytest.mark.parametrize("command", [c.__name__.rpartition(".")[2] for c in COMMANDS])

@@ -113,7 +113,7 @@ def refusal_case(rank, world, field, value):
         ("window_size", (128, 0)),
         ("sequence_parallel", True),
         ("context_parallel_size", 2),
-        ("pipeline_model_parallel_size", 2),
+        ("virtual_pipeline_model_parallel_size", 2),
     ],
 )
 def test_what_the_decode_path_does_not_know_is_refused_by_name(field, value):
