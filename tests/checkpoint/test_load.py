@@ -225,7 +225,7 @@ def test_tensor_parallel_size_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3 does not divide num_experts=8"),
+        ({"expert_model_parallel_size": 3}, "expert_model_parallel_size=3 does not divide num_experts=8; use one of 1"),
         (
             {"expert_tensor_parallel_size": 3},
             "expert_tensor_parallel_size=3 does not divide moe_ffn_hidden_size=20",

@@ -100,13 +100,6 @@ def test_layers_that_the_stages_do_not_divide() -> None:
         assert "pipeline_model_parallel_size=3 does not divide num_layers=4; use one of 1, 2, 4" in str(error)
 
 
-def test_errors_name_expert_sizes_that_a_stages_ranks_hold() -> None:
-    sizes = {"decode_context_parallel_size": 3, "expert_model_parallel_size": 3, "expert_tensor_parallel_size": 1}
-    for error in run_on_ranks(6, load_only, [tiny_model("mixtral")], sizes, expect_errors=True):
-        assert isinstance(error, ValueError)
-        assert str(error).endswith("expert_model_parallel_size=3 does not divide num_experts=8; use one of 1")
-
-
 def test_an_error_on_one_stage_is_everybodys(tmp_path: Path) -> None:
     good, bad = tiny_model("llama", layers=4), shutil.copytree(tiny_model("llama", layers=4), tmp_path / "bad")
     (bad / "model.safetensors").unlink()
