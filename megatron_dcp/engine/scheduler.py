@@ -5,13 +5,14 @@ at most ``prefill_chunk_size`` tokens. A sequence takes blocks as it needs them.
 evicted, and then the newest running sequence is preempted: it loses its blocks, waits in the place that its arrival
 gives it, and is computed again, helped by what the prefix cache still has of it.
 
-Everything goes by arrival. Sequences are admitted in this order: one that does not fit holds back those behind it. Of
-several prompts in prefill the oldest gets at least half of the budget, and the others share what it leaves, the
-shortest first; so a long prompt advances, and a short one behind it does not wait for its end.
+Everything goes by arrival. Sequences are admitted in this order: one that does not fit holds back those behind it. One
+whose prefix a running sequence is about to compute waits for that, and lets others pass. Of several prompts in prefill
+the oldest gets at least half of the budget, and the others share what it leaves, the shortest first; so a long prompt
+advances, and a short one behind it does not wait for its end.
 
 No livelock: the oldest running sequence is never preempted and computes at least a token in every step (alone it fits,
 since ``add`` checked that), so it ends, and so on for those after it. The oldest waiting one is tried first, and
-unconditionally once nothing runs; so after finitely many ends it runs.
+unconditionally once nothing runs; so after finitely many ends it runs. A sequence that is waited for runs itself.
 """
 
 from __future__ import annotations
@@ -237,22 +238,41 @@ class Scheduler:
 
     def _admit_waiting(self, prefilling: list[Request]) -> None:
         """Admit sequences in the order of arrival while they fit and the step has work for them."""
-        pending = sum(request.num_tokens - request.num_computed for request in prefilling)
-        number = len(prefilling)
-        behind_leader = 0
-        while len(self.running) < self.max_num_seqs and len(self.waiting) > behind_leader:
-            if pending >= self.prefill_chunk_size and number >= MAX_PREFILLS:
+        computing = list(prefilling)
+        pending = sum(request.num_tokens - request.num_computed for request in computing)
+        passed = 0
+        while len(self.running) < self.max_num_seqs and len(self.waiting) > passed < self.max_num_seqs:
+            if pending >= self.prefill_chunk_size and len(computing) >= MAX_PREFILLS:
                 return
-            request = self.waiting[behind_leader]
-            leader = request.leader
-            if leader is not None and not leader.token_ids and leader.finish_reason is None:
-                behind_leader += 1
+            request = self.waiting[passed]
+            if self._waits_for_prefix(request, computing):
+                passed += 1
                 continue
             if not self._admit(request):
                 return
-            del self.waiting[behind_leader]
+            del self.waiting[passed]
             pending += request.num_tokens - request.num_computed
-            number += 1
+            computing.append(request)
+
+    def _waits_for_prefix(self, request: Request, computing: Sequence[Request]) -> bool:
+        """Whether its leader, or one of the sequences in prefill, is to compute the next block of it that is needed."""
+        leader = request.leader
+        if leader is not None and not leader.token_ids and leader.finish_reason is None:
+            return True
+        if not self.cache.enabled or request.wants_prompt_logprobs:
+            return False
+        limit = request.num_tokens - 1  # at least the last token is computed for its logits
+        size = self.block_tokens
+        first = request.tokens_between(0, min(size, limit))
+        for other in computing:
+            if len(first) < size or other.tokens_between(0, size) != first:
+                continue
+            known = len(self.cache.match(request.tokens_between, limit)) * size
+            end = known + size
+            if end <= min(limit, other.num_tokens) and other.num_computed < end:
+                if other.tokens_between(0, end) == request.tokens_between(0, end):
+                    return True
+        return False
 
     def _admit(self, request: Request) -> bool:
         """Let the sequence run, on the cached prefix of it, if its next chunk fits. Always, if nothing else runs."""

@@ -340,6 +340,34 @@ def test_prefixes_are_reused_in_whole_blocks_and_one_token_is_always_computed():
     assert driver.scheduler.prefix_hit_tokens == 8 + 12 + 8 + 4
 
 
+def test_a_prefix_is_computed_once_for_those_that_come_together():
+    driver = Driver(num_blocks=64, dcp=1, block_size=2, chunk=100)
+    prefix = list(range(10, 18))
+    same = [driver.add(i, [*prefix, 50 + i, 60 + i], max_tokens=2) for i in range(4)]
+    other = driver.add(4, [7, *prefix], max_tokens=2)
+    tiny = driver.add(5, prefix[:2], max_tokens=2)  # its only block has to be computed for its logits
+    driver.step()
+    assert driver.steps[-1] == [(0, 0, 10), (4, 0, 9), (5, 0, 2)]
+    driver.step()
+    assert [(index, start) for index, start, _ in driver.steps[-1]] == [(0, 10), (1, 8), (2, 8), (3, 8), (4, 9), (5, 2)]
+    driver.run()
+    assert [r.num_cached_tokens for r in [*same, other, tiny]] == [0, 8, 8, 8, 0, 0]
+    assert all(r.token_ids == greedy_alone(r.prompt, 2) for r in [*same, other, tiny])
+
+
+def test_those_that_wait_for_a_prefix_go_on_when_it_is_aborted_or_preempted():
+    driver = Driver(num_blocks=64, dcp=1, block_size=2, chunk=4)
+    first, second = (driver.add(i, [*range(30), 50 + i], max_tokens=1) for i in range(2))
+    driver.step()
+    driver.step()
+    assert first.num_computed == 8 and not second.admitted
+    driver.scheduler.abort(0)
+    driver.step()
+    assert second.num_cached_tokens == 8 and second.num_computed == 12
+    driver.run()
+    assert second.token_ids == greedy_alone(second.prompt, 1)
+
+
 def test_generated_tokens_are_a_prefix_too():
     driver = Driver(40)
     first = driver.add(0, list(range(6)), 8)
