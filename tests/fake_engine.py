@@ -136,5 +136,7 @@ def run(engine: Engine, requests: Sequence[Request] = ()) -> list[list[int]]:
     while engine.has_work:
         engine.step()
     engine.clear()
-    assert not engine.sampler._seeds and not engine._stops and not engine._told  # one that runs for days keeps nothing of what has ended
+    assert (
+        not engine.sampler._seeds and not engine._stops and not engine._told
+    )  # one that runs for days keeps nothing of what has ended
     return [request.token_ids for request in requests]
