@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from megatron_dcp._mcore import build_model, local_layer_spec
     from megatron_dcp.checkpoint import convert, load_model
     from megatron_dcp.config import CacheConfig, EngineConfig, ParallelConfig
+    from megatron_dcp.engine.async_llm import AsyncLLM
     from megatron_dcp.engine.llm import LLM
     from megatron_dcp.engine.params import SamplingParams
+    from megatron_dcp.engine.prometheus import prometheus_text
     from megatron_dcp.engine.request import RequestOutput
+    from megatron_dcp.engine.stats import EngineStats
     from megatron_dcp.layers import dcp_layer_spec, enable_dcp
     from megatron_dcp.model_config import ModelConfig
 
@@ -25,6 +28,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "engine.llm",
+    "AsyncLLM": "engine.async_llm",
+    "EngineStats": "engine.stats",
+    "prometheus_text": "engine.prometheus",
     "RequestOutput": "engine.request",
     "SamplingParams": "engine.params",
     "CacheConfig": "config",
@@ -43,8 +49,10 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CacheConfig",
     "EngineConfig",
+    "EngineStats",
     "ModelConfig",
     "ParallelConfig",
     "RequestOutput",
@@ -57,6 +65,7 @@ __all__ = [
     "load_model",
     "local_layer_spec",
     "megatron_on_cpu",
+    "prometheus_text",
 ]
 
 

@@ -185,6 +185,7 @@ class EngineConfig:
             with the same tokens. A live model starts every call afresh.
         num_draft_tokens: Tokens that are proposed per step by looking for the last ones earlier in the text (prompt
             lookup) and verified exactly; the output stays the same. 0: none.
+        log_interval_s: Seconds between log lines about the steps, and over which tokens per second are counted.
     """
 
     max_num_seqs: int = 64
@@ -194,9 +195,13 @@ class EngineConfig:
     backend: str = "auto"
     prefix_caching: bool = True
     num_draft_tokens: int = 0
+    log_interval_s: float = 10.0
 
     def __post_init__(self) -> None:
         check_at_least("num_draft_tokens", self.num_draft_tokens, 0)
+        number = isinstance(self.log_interval_s, int | float) and not isinstance(self.log_interval_s, bool)
+        if not number or not self.log_interval_s >= 0:
+            raise ValueError(f"log_interval_s={self.log_interval_s!r} must be a number of seconds >= 0")
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
         check_choice("prefill", self.prefill, get_args(PrefillName))

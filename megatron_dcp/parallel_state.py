@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 from megatron_dcp.config import DcpLayout, ParallelConfig
 from megatron_dcp.distributed import initialize_distributed as initialize_distributed
 from megatron_dcp.distributed import time_limit
-from megatron_dcp.rank_groups import DEFAULT_ORDER, Groups, dcp_groups, megatron_groups
+from megatron_dcp.rank_groups import DEFAULT_ORDER, Groups, dcp_groups, drivers, megatron_groups
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class _State:
     dcp: ProcessGroup
     tp_dcp: ProcessGroup
     replica: ProcessGroup
+    driver: int
     created: tuple[ProcessGroup, ...]
     made_megatron: bool
     # The default group at the time: another one now means that a caller tore everything down under us.
@@ -96,8 +97,12 @@ def initialize_model_parallel(
             raise ValueError(f"order={given.get('order')!r} is not that of Megatron's existing groups; leave it out")
     minutes = given.get("distributed_timeout_minutes")
     timeout = None if minutes is None else timedelta(minutes=minutes)
-    made, created = _make_groups(dcp_groups(table, parallel), table, megatron, timeout)
-    _state = _State(parallel=parallel, **made, created=created, made_megatron=not attach, world=dist.group.WORLD)
+    wanted = dcp_groups(table, parallel)
+    made, created = _make_groups(wanted, table, megatron, timeout)
+    driver = drivers(table | wanted)[dist.get_rank()]
+    _state = _State(
+        parallel=parallel, **made, driver=driver, created=created, made_megatron=not attach, world=dist.group.WORLD
+    )
 
 
 def is_initialized() -> bool:
@@ -164,7 +169,8 @@ def get_parallel_config() -> ParallelConfig:
 def get_process_group_collection() -> Any:
     """Megatron's ``ProcessGroupCollection`` of this rank, with the DCP groups on it.
 
-    Adds the attributes ``dcp``, ``tp_dcp``, ``dcp_replica`` (groups) and ``dcp_layout`` (str). Models and layers that
+    Adds the attributes ``dcp``, ``tp_dcp``, ``dcp_replica`` (groups), ``dcp_driver`` (int: the rank in ``dcp_replica``
+    that decides for it, tp and dcp rank 0 of the last pipeline stage) and ``dcp_layout`` (str). Models and layers that
     are built with it as ``pg_collection`` find them there.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -175,6 +181,7 @@ def get_process_group_collection() -> Any:
     collection.dcp = state.dcp
     collection.tp_dcp = state.tp_dcp
     collection.dcp_replica = state.replica
+    collection.dcp_driver = state.driver
     collection.dcp_layout = state.parallel.dcp_layout
     return collection
 

@@ -91,6 +91,21 @@ def dcp_groups(megatron: dict[str, Groups], parallel: ParallelConfig) -> dict[st
     return {"dcp": sorted(dcp_groups), "tp_dcp": sorted(tp_dcp), "replica": _unions(tp_dcp, megatron["pp"])}
 
 
+def drivers(table: dict[str, Groups]) -> dict[int, int]:
+    """Of every rank, the place in its replica of that replica's driver: where the logits are, tp and dcp rank 0.
+
+    Args:
+        table: Has ``tp``, ``pp``, ``dcp`` and ``replica``. Logits arise on the last pipeline stage.
+    """
+    first = {group[0] for group in table["tp"]} & {group[0] for group in table["dcp"]}
+    candidates = first & {group[-1] for group in table["pp"]}
+    places: dict[int, int] = {}
+    for replica in table["replica"]:
+        (driver,) = candidates.intersection(replica)
+        places |= dict.fromkeys(replica, replica.index(driver))
+    return places
+
+
 def _dimensions_in_order(order: str, sizes: dict[str, int]) -> list[str]:
     """The dimensions that ``order`` names, fastest first, then those of size 1 that it leaves out."""
     names = order.lower().split("-")

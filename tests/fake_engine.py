@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from megatron_dcp.cache import KVLayout
+from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.batch import Entry, Result, SeqStep, StepBatch
+from megatron_dcp.engine.core import Engine
+from megatron_dcp.engine.link import Link
 from megatron_dcp.engine.params import SamplingParams
 from megatron_dcp.engine.request import Request
+from megatron_dcp.engine.sampler import Sampler
 
 VOCAB = 97
 
@@ -92,3 +96,47 @@ class FakeRunner:
     def _slot(self, table: Sequence[int], position: int) -> tuple[int, int]:
         local = self.layout.local_index(position)
         return self.layout.owner(position), self.layout.slot(table[local // self.layout.block_size], local)
+
+
+class Alone:
+    """A process group of one rank."""
+
+    def size(self):
+        return 1
+
+    def rank(self):
+        return 0
+
+
+def make_engine(*, group=None, layout=None, num_blocks=None, runners=None, **config) -> Engine:
+    """An engine over fake runners, which are added to the list ``runners`` as they are made."""
+    layout = layout or KVLayout(2, 1, 2)
+    engine_config = EngineConfig(**config)
+    cache = CacheConfig(block_size=layout.block_size, kv_interleave_size=layout.interleave, num_blocks=num_blocks)
+    make_runner = runner_maker(layout, num_blocks, engine_config.prefill_chunk_size, runners)
+    return Engine(make_runner, layout, cache, engine_config, Sampler(VOCAB), Link(group or Alone(), 0))
+
+
+def runner_maker(layout: KVLayout, num_blocks: int | None, chunk: int = 10**9, runners: list | None = None):
+    """``make_runner`` of an engine or a follower."""
+
+    def make_runner(blocks):
+        assert (blocks is None) == (num_blocks is not None)
+        runner = FakeRunner(layout, blocks or num_blocks, chunk)
+        if runners is not None:
+            runners.append(runner)
+        return runner
+
+    return make_runner
+
+
+def run(engine: Engine, requests: Sequence[Request] = ()) -> list[list[int]]:
+    """Add requests, run the engine until it is idle; the requests' tokens."""
+    engine.add(requests)
+    while engine.has_work:
+        engine.step()
+    engine.clear()
+    assert (
+        not engine.sampler._seeds and not engine._stops and not engine._told
+    )  # one that runs for days keeps nothing of what has ended
+    return [request.token_ids for request in requests]

@@ -46,6 +46,10 @@ def members(rank: int) -> dict[str, list[int]]:
         dist.all_reduce(total, group=group)
         found[name] = dist.get_process_group_ranks(group)
         assert total.item() == sum(found[name]), name
+    decides = collection.tp.rank() == collection.dcp.rank() == 0 and collection.pp.rank() == collection.pp.size() - 1
+    flags: list[Any] = [None] * collection.dcp_replica.size()
+    dist.all_gather_object(flags, decides, group=collection.dcp_replica)
+    assert [i for i, flag in enumerate(flags) if flag] == [collection.dcp_driver]
     assert collection.dcp is parallel_state.get_decode_context_parallel_group()
     assert collection.tp_dcp is parallel_state.get_tp_dcp_group()
     assert collection.dcp_replica is parallel_state.get_replica_group()

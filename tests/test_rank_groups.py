@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from megatron_dcp.config import ParallelConfig
-from megatron_dcp.rank_groups import dcp_groups, group_ranks, megatron_groups
+from megatron_dcp.rank_groups import dcp_groups, drivers, group_ranks, megatron_groups
 
 WORLDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "dp-tp-pp-cp-ep")
@@ -144,6 +144,30 @@ def test_members_by_coordinates(world: int) -> None:
                     expected[name].setdefault(key, []).append(rank)
             for name in names:
                 assert table[name] == sorted(expected[name].values()), (name, sizes, layout)
+
+
+def test_drivers_written_by_hand() -> None:
+    assert drivers(group_ranks(4, tp=2, dcp=2)) == dict.fromkeys(range(4), 0)
+    assert drivers(group_ranks(8, tp=2, pp=2, dcp=2)) == dict.fromkeys(range(8), 4)
+    # pp varies faster than dp: the stages are ranks 0, 1, 4, 5 and 2, 3, 6, 7
+    assert drivers(group_ranks(8, tp=2, pp=2, dcp=2, order="tp-cp-ep-pp-dp")) == dict.fromkeys(range(8), 2)
+    assert drivers(group_ranks(8, tp=2, pp=2, dcp=2, layout="within_tp")) == dict.fromkeys(range(8), 2)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("layout", ["orthogonal", "within_tp"])
+def test_every_replica_has_one_driver(order: str, layout: str) -> None:
+    """The first rank of the last stage, with pp 1 the replica's first."""
+    for world in WORLDS:
+        for sizes in cases(world, layout, order):
+            table = group_ranks(world, **sizes, layout=layout, order=order)
+            last = {group[-1] for group in table["pp"]}
+            places = drivers(table)
+            assert sorted(places) == list(range(world))
+            for replica in table["replica"]:
+                (place,) = {places[rank] for rank in replica}
+                assert replica[place] == min(last.intersection(replica))
+                assert sizes["pp"] > 1 or place == 0
 
 
 @pytest.mark.parametrize("order", ORDERS)

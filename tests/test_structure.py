@@ -32,7 +32,16 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 # _mcore builds a model under the shim of _cpu.
 SAME_LEVEL = {("_mcore", "_cpu")}
 MAY_IMPORT_MEGATRON = ("parallel_state.py", "_mcore.py", "router.py", "layers/", "checkpoint/")
-OPTIONAL = ("transformer_engine", "flash_attn", "flash_attn_interface", "flashinfer", "flash_mla", "triton", "cudnn")
+OPTIONAL = (
+    "transformer_engine",
+    "flash_attn",
+    "flash_attn_interface",
+    "flashinfer",
+    "flash_mla",
+    "triton",
+    "cudnn",
+    "prometheus_client",
+)
 WITHOUT_TORCH = (
     "config.py",
     "model_config.py",
@@ -45,8 +54,11 @@ WITHOUT_TORCH = (
     "engine/draft.py",
     "engine/params.py",
     "engine/stops.py",
+    "engine/prometheus.py",
     "engine/request.py",
     "engine/scheduler.py",
+    "engine/stats.py",
+    "engine/wire.py",
 )
 
 

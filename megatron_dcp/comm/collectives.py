@@ -85,11 +85,11 @@ def all_reduce(
     return tensor
 
 
-def broadcast(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = None) -> None:
-    """Every rank's ``tensor`` becomes that of the group's first rank, in place."""
+def broadcast(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = None, *, src: int = 0) -> None:
+    """Every rank's ``tensor`` becomes that of rank ``src`` of the group, in place."""
     if group.size() > 1:
-        sent = tensor.nbytes if group.rank() == 0 else 0
-        issue("broadcast", lambda: distributed.broadcast(tensor, group=group, group_src=0), group, metrics, sent)
+        sent = tensor.nbytes if group.rank() == src else 0
+        issue("broadcast", lambda: distributed.broadcast(tensor, group=group, group_src=src), group, metrics, sent)
 
 
 class Transfer:

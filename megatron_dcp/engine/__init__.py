@@ -1,7 +1,7 @@
-"""Generation: requests, scheduling, sampling, the model runner, and ``LLM`` (in ``engine.llm``) over them.
+"""Generation: requests, scheduling, sampling, the model runner, and ``LLM`` and ``AsyncLLM`` over them.
 
-``params``, ``request``, ``batch``, ``scheduler``, ``prompts``, ``detokenizer``, ``stops`` and ``draft`` run without
-torch.
+``params``, ``request``, ``batch``, ``scheduler``, ``prompts``, ``detokenizer``, ``stops``, ``draft``, ``wire``,
+``stats`` and ``prometheus`` run without torch.
 """
 
 from megatron_dcp.engine.batch import SeqStep, StepBatch

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
-from megatron_dcp import parallel_state
-from megatron_dcp._cpu import default_device
-from megatron_dcp.cache import KVLayout
-from megatron_dcp.checkpoint import load_tokenizer
 from megatron_dcp.comm.consensus import agree, same_on_all
-from megatron_dcp.config import CacheConfig, DcpLayout, DtypeName, EngineConfig, check_choice
-from megatron_dcp.distributed import initialize_distributed
-from megatron_dcp.engine.core import Engine, Runner
-from megatron_dcp.engine.loading import initialize_groups, load_checkpoint, on_all_ranks
+from megatron_dcp.engine.core import Sampled
+from megatron_dcp.engine.follower import Follower
+from megatron_dcp.engine.front import Front, eval_mode
 from megatron_dcp.engine.params import SamplingParams
-from megatron_dcp.engine.prompts import Prompt, PromptReader, fingerprint
+from megatron_dcp.engine.prompts import Prompt, fingerprint
 from megatron_dcp.engine.request import Request, RequestOutput
-from megatron_dcp.engine.results import Decider
-from megatron_dcp.engine.runner import ModelRunner
-from megatron_dcp.engine.sampler import Sampler
-from megatron_dcp.engine.stops import StopStrings
-from megatron_dcp.layers import enable_dcp
-from megatron_dcp.metrics import Metrics
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from megatron_dcp.engine.wire import Outcome
 
 
 class Token(NamedTuple):
@@ -47,7 +31,7 @@ class Token(NamedTuple):
     text: str
 
 
-class LLM:
+class LLM(Front):
     """A Megatron model that generates, with the KV cache of every sequence sharded over the DCP group.
 
     SPMD: every rank of a replica (tp x dcp) makes the same calls with the same arguments and gets the same results;
@@ -60,114 +44,11 @@ class LLM:
     From a live model, e.g. between training steps: ``LLM(model, decode_context_parallel_size=2)`` shares its parameters
     and attaches to the groups that Megatron has.
 
-    Args:
-        model: Directory of a checkpoint in any format that `megatron_dcp.load_model` reads, or a Megatron
-            ``GPTModel``, bare or wrapped.
-        tensor_model_parallel_size: ``None``: that of the existing groups, else 1.
-        pipeline_model_parallel_size: Stages that the layers are cut into, one after the other; as for tp.
-        decode_context_parallel_size: Ranks that share a sequence's KV cache. ``None``: that of the existing groups,
-            else 1.
-        dcp_layout: ``orthogonal`` or ``within_tp``. ``None``: that of the existing groups, else ``orthogonal``.
-        expert_model_parallel_size: Ranks that the experts of a mixture of experts are dealt out over; they are among
-            the ranks of one replica. ``None``: that of the existing groups, else 1.
-        expert_tensor_parallel_size: Ranks that split one expert. ``None``: that of the existing groups, else tp.
-        cache: How the KV cache is cut, and its size. Without a size the pool is made at the first call, as large as the
-            largest batch of that call needs, and made anew where a later call needs more.
-        engine: Batch size, prefill chunk, exchange, back end.
-        dtype: dtype of weights and cache of a checkpoint, default ``float32``; a live model keeps its own.
-        device: Of a checkpoint's model; default: the current GPU, else the CPU.
-        tokenizer: Has ``encode`` and ``decode``. Default: the checkpoint's, if it has one.
-        vocab_size: Tokens of a live model that exist; default: all rows of its embedding, padding included.
-        eos_token_ids: Tokens that end a text; default: the checkpoint's and the tokenizer's.
-        timeout_s: Seconds after which a collective that another rank never joins fails; only where this call
-            initialises ``torch.distributed``.
-        metrics: Counts collectives and bytes.
-
-    Raises:
-        ValueError: On every rank: a broken checkpoint, sizes that do not fit, arguments that contradict each other.
+    Arguments and errors: see `Front`.
     """
 
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | torch.nn.Module,
-        *,
-        tensor_model_parallel_size: int | None = None,
-        pipeline_model_parallel_size: int | None = None,
-        decode_context_parallel_size: int | None = None,
-        dcp_layout: DcpLayout | None = None,
-        expert_model_parallel_size: int | None = None,
-        expert_tensor_parallel_size: int | None = None,
-        cache: CacheConfig | None = None,
-        engine: EngineConfig | None = None,
-        dtype: DtypeName | None = None,
-        device: torch.device | str | None = None,
-        tokenizer: Any = None,
-        vocab_size: int | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        timeout_s: float = 600.0,
-        metrics: Metrics | None = None,
-    ) -> None:
-        self.cache_config = cache or CacheConfig()
-        self.engine_config = engine or EngineConfig()
-        self.metrics = metrics
-        self._busy = False
-        sizes = {
-            "tensor_model_parallel_size": tensor_model_parallel_size,
-            "pipeline_model_parallel_size": pipeline_model_parallel_size,
-            "decode_context_parallel_size": decode_context_parallel_size,
-            "dcp_layout": dcp_layout,
-            "expert_model_parallel_size": expert_model_parallel_size,
-            "expert_tensor_parallel_size": expert_tensor_parallel_size,
-        }
-        initialize_distributed(timeout_s)
-        if isinstance(model, torch.nn.Module):
-            _refuse("a live model keeps its own", dtype=dtype, device=device)
-            self._live = True
-            bare = enable_dcp(model)
-            initialize_groups(sizes)
-            self.model, context, eos = model, bare.max_sequence_length, set()
-            vocab_size = bare.vocab_size if vocab_size is None else vocab_size
-        else:
-            self._live = False
-            _refuse("a checkpoint states its own", vocab_size=vocab_size)
-            check_choice("dtype", dtype or "float32", tuple(DTYPES))
-            path = os.fspath(model)
-            self.model, config = load_checkpoint(path, sizes, DTYPES[dtype or "float32"], device or default_device())
-            context, vocab_size, eos = config.max_position_embeddings, config.vocab_size, set(config.eos_token_ids)
-            tokenizer = tokenizer or on_all_ranks(load_tokenizer, path)
-        self.tokenizer = tokenizer
-        if getattr(tokenizer, "eos_token_id", None) is not None:
-            eos.add(tokenizer.eos_token_id)
-        self.groups = parallel_state.get_process_group_collection()
-        self.engine_config.exchange_for(self.groups.dcp_layout)  # now, not at the first call
-        dtype_of_model = next(self.model.parameters()).dtype
-        settings = {"cache": self.cache_config, "engine": self.engine_config, "dtype": dtype_of_model}
-        pairs = [(name, str(value)) for name, value in settings.items()]
-        same_on_all(pairs, self.groups.dcp_replica, "the settings of the LLM")
-        self.layout = KVLayout(
-            dcp_size=self.groups.dcp.size(),
-            interleave=self.cache_config.kv_interleave_size,
-            block_size=self.cache_config.block_size,
-        )
-        self.prompt_reader = PromptReader(
-            vocab_size=vocab_size,
-            max_sequence_length=context,
-            eos_token_ids=sorted(eos) if eos_token_ids is None else eos_token_ids,
-            tokenizer=tokenizer,
-        )
-        self._engine = Engine(
-            self._make_runner,
-            self.layout,
-            self.cache_config,
-            self.engine_config,
-            Decider(Sampler(vocab_size), self.groups.dcp_replica, metrics),
-            tokenizer,
-        )
-
-    @property
-    def runner(self) -> Any:
-        """The `ModelRunner` with its KV pool (``runner.pool.bytes``); ``None`` before the first call of `generate`."""
-        return self._engine.runner
+    _tell_outcomes = True
+    _busy = False
 
     def generate(
         self,
@@ -175,6 +56,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         on_token: Callable[[int, int, str], None] | None = None,
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Continue every prompt.
 
@@ -182,7 +64,8 @@ class LLM:
             prompts: Text, a list of token ids, or a list of such; lengths may differ.
             sampling_params: One for all prompts or one for each; default: greedy, up to 128 tokens.
             on_token: Called as ``on_token(index, token_id, text)`` for every token as it comes, see `Token`. On every
-                rank; an exception on one rank alone leaves the others waiting until their time limit.
+                rank, at the same places between the steps.
+            progress: Show a bar of finished samples, on the driver of the replica.
 
         Returns:
             An output for each sample of each prompt, in the order of the prompts, the same on every rank.
@@ -190,14 +73,17 @@ class LLM:
         Raises:
             ValueError: On every rank and before anything has run: a prompt that the model or the pool cannot take,
                 or prompts and parameters that differ between ranks. During the run: logits that are not finite.
+            RuntimeError: The driver left the call with an exception of ``on_token`` that this rank does not have.
         """
         requests = self._read(prompts, sampling_params)
-        if on_token is None:
-            for _ in self._run(requests):
-                pass
-        else:
-            for token in self._tokens(requests):
-                on_token(*token)
+        with closing(self._run(requests)) as run, self._bar(len(requests), progress) as finished_one:
+            texts = {request: self._text(request) for request in requests} if on_token is not None else {}
+            for sampled in run:
+                if on_token is not None:
+                    request = sampled.request
+                    on_token(request.index, sampled.token, self._piece(texts[request], sampled))
+                if sampled.last:
+                    finished_one()
         return [self._output(request) for request in requests]
 
     def stream(
@@ -207,10 +93,15 @@ class LLM:
     ) -> Iterator[Token]:
         """As `generate`, but hands out every token as it comes: ``for index, token_id, text in llm.stream(...)``.
 
-        The prompts are checked in the call itself. Every rank iterates to the same place; leaving the loop early ends
-        the generation. The model is in eval mode until then.
+        The prompts are checked in the call itself. Every rank iterates to the same place, where it may also communicate
+        with the others; leaving the loop early ends the generation. The model is in eval mode until then.
         """
         return self._tokens(self._read(prompts, sampling_params))
+
+    def weights_changed(self) -> None:
+        """As `Front.weights_changed`; every call with a live model does it by itself."""
+        self._check_idle()
+        super().weights_changed()
 
     def _read(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """The requests, checked, and the same on every rank of the replica."""
@@ -225,88 +116,88 @@ class LLM:
         same_on_all(fingerprint(requests), group, "prompts and sampling parameters")
         return requests
 
-    def _run(self, requests: list[Request]) -> Generator[tuple[Request, int], None, None]:
-        """Run the requests and yield every token as it is sampled."""
-        self._check_idle()
-        self._busy = True
-        try:
-            with _eval_mode(self.model):
-                if self._live:  # it may have been trained since
-                    self._engine.weights_changed()
-                self._engine.add(requests)
-                while self._engine.has_work:
-                    yield from self._engine.step()
-        finally:
-            self._busy = False
-            self._engine.clear()
-
     def _check_idle(self) -> None:
         if self._busy:
             raise ValueError("a generation of this LLM is still running; finish or close its iterator first")
 
     def _tokens(self, requests: list[Request]) -> Iterator[Token]:
-        texts = {request: self._text(request) for request in requests} if self.tokenizer is not None else {}
+        texts = {request: self._text(request) for request in requests}
         with closing(self._run(requests)) as run:
-            for request, token in run:
-                text = ""
-                if request in texts:
-                    text = texts[request].push(self._said(request, [token]))[0]
-                    text += texts[request].finish() if request.finish_reason else ""
-                yield Token(request.index, token, text)
+            for sampled in run:
+                request = sampled.request
+                yield Token(request.index, sampled.token, self._piece(texts[request], sampled))
 
-    def _output(self, request: Request) -> RequestOutput:
-        assert request.finish_reason is not None
-        text = None
-        if self.tokenizer is not None:
-            stops = self._text(request)
-            text = stops.push(self._said(request, request.token_ids))[0] + stops.finish()
-        return RequestOutput(
-            index=request.place,
-            sample=request.sample,
-            prompt_token_ids=request.prompt,
-            token_ids=request.token_ids,
-            text=text,
-            finish_reason=request.finish_reason,
-            logprobs=request.logprobs if request.params.logprobs else None,
-            prompt_logprobs=[None, *request.prompt_logprobs] if request.params.prompt_logprobs else None,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+    def _run(self, requests: list[Request]) -> Generator[Sampled, None, None]:
+        """Run the requests and yield every token, on every rank at the same place: after the next step is announced."""
+        self._check_idle()
+        if not requests:
+            return
+        self._busy = True
+        try:
+            with eval_mode(self.model):
+                yield from self._drive(requests) if self.is_driver else self._follow(requests)
+        finally:
+            self._busy = False
 
-    def _text(self, request: Request) -> StopStrings:
-        params = request.params
-        return StopStrings(self.tokenizer, request.prompt, params.stop, min_tokens=params.min_tokens)
+    def _drive(self, requests: list[Request]) -> Generator[Sampled, None, None]:
+        engine = self._driven("a run")
+        try:
+            if self._live:  # it may have been trained since
+                engine.weights_changed()
+            engine.add(requests)
+            sampled: list[Sampled] = []
+            while engine.has_work:
+                engine.plan()
+                yield from sampled
+                sampled = engine.compute()
+            engine.end()
+            yield from sampled
+        except GeneratorExit:
+            engine.end()
+            raise
+        except Exception as error:
+            engine.fail(error)
+            raise
+        finally:
+            engine.clear()
 
-    def _said(self, request: Request, tokens: list[int]) -> list[int]:
-        """The last of its tokens, without the end-of-text that ended it: not every tokenizer knows it to be special."""
-        ended = request.finish_reason == "stop" and tokens[-1] in self.prompt_reader.eos_token_ids
-        return tokens[:-1] if ended else tokens
+    def _follow(self, requests: list[Request]) -> Generator[Sampled, None, None]:
+        assert isinstance(self._follower, Follower)
+        by_index = {request.index: request for request in requests}
+        messages = self._follower.follow()
+        try:
+            for outcomes in messages:
+                for outcome in outcomes:
+                    yield from _apply(outcome, by_index[outcome.request])
+        except GeneratorExit:
+            for _ in messages:  # the driver ends the run where it leaves it
+                pass
+            raise
+        if any(request.finish_reason is None for request in requests):
+            raise RuntimeError(
+                "the driver of this replica left the generation before its end, most likely with an error of its own; "
+                "look for it in that rank's log"
+            )
 
-    def _make_runner(self, num_blocks: int | None) -> Runner:
-        return ModelRunner(
-            self.model,
-            self.groups,
-            cache=self.cache_config if num_blocks is None else replace(self.cache_config, num_blocks=num_blocks),
-            engine=self.engine_config,
-            vocab_size=self.prompt_reader.vocab_size,
-            max_sequence_length=self.prompt_reader.max_sequence_length,
-            metrics=self.metrics,
-        )
+    @contextmanager
+    def _bar(self, total: int, progress: bool) -> Iterator[Callable[[], object]]:
+        """What counts a finished sample."""
+        if progress and self.is_driver:
+            from tqdm import tqdm
+
+            with tqdm(total=total, desc="generate", unit="sample") as bar:
+                yield bar.update
+        else:
+            yield lambda: None
 
 
-def _refuse(why: str, **arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r} cannot be given: {why}; leave it out")
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Every module in eval mode inside the block; afterwards those that trained, and only those, train again."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _apply(outcome: Outcome, request: Request) -> Iterator[Sampled]:
+    """Write to a follower's own copy of a request what a step brought it."""
+    request.prompt_logprobs += outcome.prompt_logprobs
+    request.token_ids += outcome.tokens
+    request.logprobs += outcome.logprobs
+    request.finish_reason = outcome.finish_reason
+    request.num_cached_tokens = outcome.num_cached_tokens
+    end = len(outcome.tokens) if outcome.finish_reason is not None else 0
+    for number, (token, logprob) in enumerate(zip(outcome.tokens, outcome.logprobs, strict=True), 1):
+        yield Sampled(request, token, logprob, number == end)

@@ -192,20 +192,22 @@ def test_the_example_in_the_help_of_convert_works(tmp_path, monkeypatch, capsys)
 DIES = """
 import os, signal, sys
 from megatron_dcp.cli import convert, generate, main
-from megatron_dcp.engine.core import Engine
-if os.environ["RANK"] == "1":
-    step = Engine.step
+from megatron_dcp.engine.runner import ModelRunner
+if os.environ["RANK"] == os.environ["DIES"]:
+    step = ModelRunner.step
     steps = iter(range(3))
-    def dying(self):
+    def dying(self, batch):
         if next(steps, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
-        return step(self)
-    Engine.step = dying
+        return step(self, batch)
+    ModelRunner.step = dying
 sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_rank_that_dies_ends_all_with_an_error_and_no_output(tmp_path):
+@pytest.mark.parametrize(("dies", "survives"), [(1, 0), (0, 1)], ids=["follower", "driver"])
+def test_a_rank_that_dies_ends_all_with_an_error_and_no_output(tmp_path, monkeypatch, dies, survives):
+    monkeypatch.setenv("DIES", str(dies))
     script = tmp_path / "dies.py"
     script.write_text(DIES)
     out = tmp_path / "out" / "out.jsonl"
@@ -215,5 +217,6 @@ def test_a_rank_that_dies_ends_all_with_an_error_and_no_output(tmp_path):
         "--output", str(out), "--max-new-tokens", "20", "--ignore-eos",
     )  # fmt: skip
     assert done.returncode != 0
-    assert "[rank 0] megatron-dcp generate: error: " in done.stderr, done.stderr
+    assert f"[rank {survives}] megatron-dcp generate: error: " in done.stderr, done.stderr
+    assert "died or hung" in done.stderr
     assert os.listdir(out.parent) == []
