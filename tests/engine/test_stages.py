@@ -42,7 +42,7 @@ def make_runner(path: str, sizes: dict[str, Any], metrics: Metrics | None = None
         model,
         groups,
         cache=CacheConfig(block_size=BLOCK, num_blocks=100),
-        engine=EngineConfig(),
+        engine=EngineConfig(prefill="pass_kv"),
         vocab_size=config.vocab_size,
         max_sequence_length=config.max_position_embeddings,
         metrics=metrics,
@@ -50,12 +50,11 @@ def make_runner(path: str, sizes: dict[str, Any], metrics: Metrics | None = None
 
 
 def greedy(runner: ModelRunner, prompts: list[list[int]], count: int) -> tuple[list[list[int]], list[Tensor]]:
-    """``count`` tokens after every prompt, and on the last stage the logits that chose them; prompts go in by chunks.
+    """``count`` tokens after every prompt, and where logits come out those that chose them; prompts go in by chunks.
 
-    All sequences step together. A token that the last stage has chosen reaches the others by a broadcast.
+    All sequences step together. A token that the driver has chosen reaches the others by a broadcast.
     """
-    replica = runner.groups.dcp_replica
-    last = dist.get_process_group_ranks(replica)[-1]
+    replica, driver = runner.groups.dcp_replica, runner.groups.dcp_driver
     free = iter(range(runner.num_blocks))
     texts, done = [list(prompt) for prompt in prompts], [0] * len(prompts)
     tables = [[next(free) for _ in range(runner.layout.blocks_for(len(text) + count))] for text in texts]
@@ -66,13 +65,13 @@ def greedy(runner: ModelRunner, prompts: list[list[int]], count: int) -> tuple[l
         sampled = [i for i in live if ends[i] == len(texts[i])]
         steps = [SeqStep(texts[i][done[i] : ends[i]], done[i], tables[i], int(i in sampled)) for i in live]
         logits = runner.step(StepBatch(steps))
-        on_last = runner.model.post_process
-        assert logits.shape == (len(sampled) if on_last else 0, VOCAB)
-        tokens = logits.argmax(-1) if on_last else torch.zeros(len(sampled), dtype=torch.int64)
-        dist.broadcast(tokens, src=last, group=replica)
+        has_logits = makes_logits(runner)
+        assert logits.shape == (len(sampled) if has_logits else 0, VOCAB)
+        tokens = logits.argmax(-1) if has_logits else torch.zeros(len(sampled), dtype=torch.int64)
+        dist.broadcast(tokens, group_src=driver, group=replica)
         for place, i in enumerate(sampled):
             texts[i].append(int(tokens[place]))
-            if on_last:
+            if has_logits:
                 rows[i].append(logits[place])
         for i in live:
             done[i] = ends[i]
@@ -80,8 +79,12 @@ def greedy(runner: ModelRunner, prompts: list[list[int]], count: int) -> tuple[l
     return new, [torch.stack(each) for each in rows if each]
 
 
+def makes_logits(runner: ModelRunner) -> bool:
+    return runner.model.post_process and runner.groups.dcp.rank() == 0
+
+
 def stages_case(rank: int, world: int, theirs: Reference, paths: list[str], sizes: dict[str, Any]) -> list[float]:
-    """Logit differences on the last stage, to ``transformers`` and to one stage, as a share of the logit range."""
+    """Logit differences where they come out, to ``transformers`` and to one stage, as a share of the logit range."""
     one_stage = sizes | {"pipeline_model_parallel_size": 1}
     runner = make_runner(theirs.path, one_stage)
     tokens, want = greedy(runner, theirs.prompts, DECODE)
@@ -93,7 +96,7 @@ def stages_case(rank: int, world: int, theirs: Reference, paths: list[str], size
         runner = make_runner(path, sizes)
         tokens, logits = greedy(runner, theirs.prompts, DECODE)
         assert tokens == theirs.tokens, path
-        if runner.model.post_process:
+        if makes_logits(runner):
             errors += [worst(logits, [torch.from_numpy(each) for each in theirs.logits]), worst(logits, want)]
         own, stage = 4 // runner.groups.pp.size(), runner.groups.pp.rank()
         assert runner.context.cache_index == {stage * own + 1 + layer: layer for layer in range(own)}
@@ -106,7 +109,8 @@ def check(model: str, layout: str, paths: list[str] | None = None, **experts: in
     world, sizes = LAYOUTS[layout]
     theirs = reference(few=True, dcp_size=2, **MODELS[model])
     by_rank = run_on_ranks(world, stages_case, theirs, paths or [theirs.path], sizes | experts, timeout=240)
-    assert sum(map(len, by_rank)) == 2 * len(paths or [0]) * world // sizes["pipeline_model_parallel_size"]
+    with_logits = world // sizes["pipeline_model_parallel_size"] // sizes.get("decode_context_parallel_size", 1)
+    assert sum(map(len, by_rank)) == 2 * len(paths or [0]) * with_logits
     for errors in by_rank:
         assert max(errors[::2], default=0) <= TOLERANCE and max(errors[1::2], default=0) <= SAME, errors
 
