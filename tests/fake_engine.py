@@ -40,7 +40,8 @@ def request(index: int, prompt: list[int], max_tokens: int = 8, *, leader: Reque
     """A request as ``PromptReader`` makes it."""
     stop = frozenset(params.get("stop_token_ids", ()))
     own = SamplingParams(max_tokens=max_tokens, **params)
-    return Request(index=index, prompt=list(prompt), params=own, max_tokens=max_tokens, stop_ids=stop, leader=leader)
+    sizes = dict(max_tokens=max_tokens, stop_ids=stop, leader=leader)
+    return Request(index=index, place=index, prompt=list(prompt), params=own, **sizes)
 
 
 def greedy_results(entries: Sequence[Entry], logits: torch.Tensor) -> list[Result]:
@@ -135,8 +136,7 @@ def run(engine: Engine, requests: Sequence[Request] = ()) -> list[list[int]]:
     engine.add(requests)
     while engine.has_work:
         engine.step()
+    # One that runs for days keeps nothing of what has ended.
+    assert not engine.sampler._seeds and not engine._stops and not engine.announcer._told
     engine.clear()
-    assert (
-        not engine.sampler._seeds and not engine._stops and not engine._told
-    )  # one that runs for days keeps nothing of what has ended
     return [request.token_ids for request in requests]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron_dcp.cache import KVLayout
-from megatron_dcp.comm.collectives import CollectiveError
 from megatron_dcp.config import CacheConfig, EngineConfig
+from megatron_dcp.engine.announcer import Announcer
 from megatron_dcp.engine.batch import Result
 from megatron_dcp.engine.draft import NgramDrafter
 from megatron_dcp.engine.follower import MakeRunner, Runner, make_together
@@ -19,7 +18,6 @@ from megatron_dcp.engine.sampler import Sampler
 from megatron_dcp.engine.scheduler import Scheduler, Step
 from megatron_dcp.engine.stats import EngineStats, Recorder, log_line
 from megatron_dcp.engine.stops import StopStrings
-from megatron_dcp.engine.wire import Kind, Known, Message, Outcome
 from megatron_dcp.metrics import Metrics
 
 
@@ -76,10 +74,9 @@ class Engine:
         self.layout = layout
         self.config = config
         self.sampler = sampler
-        self.link = link
+        self.announcer = Announcer(link, tell_outcomes=tell_outcomes)
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.tell_outcomes = tell_outcomes
         self.drafter = NgramDrafter(config.num_draft_tokens) if config.num_draft_tokens else None
         self.recorder = Recorder(config.log_interval_s)
         self.runner: Runner | None = None
@@ -87,12 +84,8 @@ class Engine:
         self._held: list[Request] = []  # wait for a larger pool
         self._stops: dict[Request, StopStrings] = {}
         self._past = [0, 0, 0]  # preemptions, prefix tokens queried and hit of earlier schedulers
-        self._known = Known()
-        self._outcomes: list[Outcome] = []  # not told yet
-        self._told: dict[Request, int] = {}  # log-probabilities of the prompt that were
         self._planned: Step | None = None
         self._plan_s = 0.0
-        self._over = False  # the followers listen no more
 
     @property
     def has_work(self) -> bool:
@@ -138,7 +131,7 @@ class Engine:
                 return None
             self._held.remove(request)
             request.finish_reason = "abort"
-        self._tell(request, 0)
+        self.announcer.outcome(request, 0)
         self._forget(request)
         self.recorder.ended(request)
         return request
@@ -157,11 +150,7 @@ class Engine:
                 self._queue_in_large_pool(held)
             assert self.scheduler is not None and self._planned is None
             step = self.scheduler.schedule()
-            if not self.link.alone:
-                indices = [request.index for request in step.requests]
-                running = {request.index for request in self.scheduler.running}
-                seqs, gone = self._known.plan(indices, step.batch.seqs, running)
-                self._send(Message(Kind.STEP, seqs=seqs, gone=gone))
+            self.announcer.step(step, self.scheduler.running)
         except Exception as error:
             self.fail(error)
             raise
@@ -192,26 +181,18 @@ class Engine:
 
     def idle(self) -> None:
         """Tell the followers that the driver is alive."""
-        self._send(Message(Kind.IDLE))
+        self.announcer.idle()
         self.recorder.roll()
 
     def end(self) -> None:
         """Tell the followers that the run is over. A step that they were told of is still computed, for nothing."""
-        if self._over:
-            return
-        if self._planned is not None:
+        if self._planned is not None and not self.announcer.over:
             self._run(self._planned)
-        self._send(Message(Kind.END))
-        self._over = True
+        self.announcer.end()
 
     def fail(self, error: BaseException) -> None:
         """End the run on the followers with this error, unless they know, or cannot be told."""
-        if not self._over and not isinstance(error, CollectiveError):
-            is_value_error = isinstance(error, ValueError)
-            text = str(error) if is_value_error else f"the driver failed with {type(error).__name__}: {error}"
-            with suppress(CollectiveError):  # the error at hand says more
-                self._send(Message(Kind.ERROR, text=text, is_value_error=is_value_error))
-        self._over = True
+        self.announcer.fail(error)
 
     def weights_changed(self) -> None:
         """Reuse nothing of what was computed before. Only while there is no work."""
@@ -220,9 +201,8 @@ class Engine:
 
     def clear(self) -> None:
         """Drop whatever still waits or runs, make sure that every block is free again, and be ready for a new run."""
-        self._outcomes.clear()
-        self._known.clear()
-        self._planned, self._over = None, False
+        self._planned = None
+        self.announcer.clear()
         live = self._held
         self._held = []
         if self.scheduler is not None:
@@ -252,7 +232,7 @@ class Engine:
         try:
             return self.runner.step(step.batch)
         except BaseException:
-            self._over = True  # the followers are in the middle of the step, or have failed as well
+            self.announcer.over = True  # the followers are in the middle of the step, or have failed as well
             raise
         finally:
             self._planned = None
@@ -276,7 +256,7 @@ class Engine:
                     for i in range(old, old + new)
                 ]
             if request.finish_reason != "abort":
-                self._tell(request, new)
+                self.announcer.outcome(request, new)
             if ended:
                 self._forget(request)
         self.recorder.generated(with_tokens, len(sampled))
@@ -296,39 +276,12 @@ class Engine:
                 request.finish_reason = "stop"
                 return
 
-    def _tell(self, request: Request, num_tokens: int) -> None:
-        """Let the next message say what is new of a request: its last tokens, and log-probabilities of its prompt."""
-        if self.link.alone or not self.tell_outcomes:
-            return
-        first, first_prompt = len(request.token_ids) - num_tokens, 0
-        if request.params.prompt_logprobs:
-            first_prompt = self._told.get(request, 0)
-            self._told[request] = len(request.prompt_logprobs)
-        self._outcomes.append(
-            Outcome(
-                request.index,
-                request.token_ids[first:],
-                request.logprobs[first:],
-                request.prompt_logprobs[first_prompt:],
-                request.finish_reason,
-                request.num_cached_tokens,
-            )
-        )
-
-    def _send(self, message: Message) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        try:
-            self.link.send(message._replace(outcomes=outcomes))
-        except BaseException:
-            self._over = True
-            raise
-
     def _forget(self, request: Request) -> None:
         self.sampler.forget(request)
         if self.drafter is not None:
             self.drafter.forget(request)
         self._stops.pop(request, None)
-        self._told.pop(request, None)
+        self.announcer.forget(request)
 
     def _queue(self, requests: Sequence[Request]) -> None:
         assert self.scheduler is not None
@@ -372,9 +325,8 @@ class Engine:
     def _make_pool(self, num_blocks: int | None) -> None:
         self._past = list(self._counts())
         self.runner = self.scheduler = None  # frees the old pool before the new one is made
-        self._known.clear()
-        self._send(Message(Kind.POOL, num_blocks=num_blocks or 0))
-        self.runner = make_together(self._make_runner, num_blocks, self.link.group)
+        self.announcer.pool(num_blocks)
+        self.runner = make_together(self._make_runner, num_blocks, self.announcer.link.group)
         self.scheduler = Scheduler(
             self.layout,
             self.runner.num_blocks,

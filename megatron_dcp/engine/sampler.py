@@ -167,7 +167,7 @@ class Sampler:
             owners = (e.request for e in entries for _ in range(len(e.prompt_targets) + e.sample * (len(e.draft) + 1)))
             request = next(islice(owners, broken, None))
             raise ValueError(
-                f"the logits of prompt {request.index} hold NaN or infinity after {request.num_tokens} tokens; look "
+                f"the logits of prompt {request.place} hold NaN or infinity after {request.num_tokens} tokens; look "
                 "for broken weights in the checkpoint, or use dtype float32 or bfloat16 where float16 overflows"
             )
         return list(map(int, tokens))
@@ -249,7 +249,7 @@ class _Shaper:
             logits_V = logits_V.index_fill(0, self._stops, -math.inf)
             if logits_V.max() == -math.inf:
                 raise ValueError(
-                    f"min_tokens={self.params.min_tokens} of prompt {self.request.index} forbids every token that the "
+                    f"min_tokens={self.params.min_tokens} of prompt {self.request.place} forbids every token that the "
                     "model's logits leave; lower it, or take stop_token_ids away"
                 )
         return logits_V

@@ -121,7 +121,7 @@ class Scheduler:
         if self.layout.blocks_for(request.cached_tokens) > self.pool.num_blocks:
             ranks = f"{self.layout.dcp_size} rank{'s' if self.layout.dcp_size > 1 else ''}"
             raise ValueError(
-                f"prompt {request.index} needs {request.cached_tokens} tokens of KV cache (prompt "
+                f"prompt {request.place} needs {request.cached_tokens} tokens of KV cache (prompt "
                 f"{len(request.prompt)} + max_tokens {request.max_tokens} - 1), but the pool of the DCP group holds "
                 f"{self.capacity_tokens} ({self.pool.num_blocks} blocks x {self.block_tokens} tokens, "
                 f"over {ranks}); lower max_tokens, or raise num_blocks, bytes_per_rank or decode_context_parallel_size"

@@ -27,7 +27,9 @@ VOCAB = 50
 def request(index=0, prompt=(1,), *, sample=0, output=(), **params) -> Request:
     own = SamplingParams(**{"max_tokens": 64, **params})
     stop = frozenset(own.stop_token_ids)
-    made = Request(index=index, prompt=list(prompt), params=own, max_tokens=64, stop_ids=stop, sample=sample)
+    made = Request(
+        index=index, place=index, prompt=list(prompt), params=own, max_tokens=64, stop_ids=stop, sample=sample
+    )
     made.token_ids += output
     return made
 
