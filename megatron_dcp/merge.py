@@ -54,6 +54,19 @@ def merge_partials(out_PTNH: Tensor, lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
     return _sum_in_order(weigh(out_PTNH, weight_PTN)), lse_TN
 
 
+def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge a second partial into a first one, in place: for partials that come one by one, in a fixed order.
+
+    Args:
+        out: fp32 ``[…, H]``, finite also where its shard is empty, as an attention back end returns it.
+        lse: fp32 ``[…]``.
+        other_out, other_lse: Of the same shapes, also finite.
+    """
+    both = torch.logaddexp(lse, other_lse)
+    out.lerp_(other_out, torch.exp(other_lse - both).nan_to_num_(0.0).unsqueeze(-1))  # NaN: both are empty
+    lse.copy_(both)
+
+
 def _sum_in_order(x_P: Tensor) -> Tensor:
     """Sum over the first dimension, one by one: ``Tensor.sum`` may take another order for another shape."""
     parts = iter(x_P.unbind())

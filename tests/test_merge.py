@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dcp.merge import merge_partials, merge_weights, weigh
+from megatron_dcp.merge import merge_into, merge_partials, merge_weights, weigh
 
 
 def attend(scores_STN: Tensor, v_SNH: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,12 @@ def test_merge_of_shards_is_attention_over_all_keys(
     shards = zip(scores.split(lengths), v.split(lengths), strict=True)
     outs, lses = zip(*(attend(*shard) for shard in shards), strict=True)
     out, lse = merge_partials(torch.stack(outs), torch.stack(lses))
+    one_out, one_lse = outs[0].clone(), lses[0].clone()
+    for other in zip(outs[1:], lses[1:], strict=True):
+        merge_into(one_out, one_lse, *other)
     expected_out, expected_lse = attend(scores, v)
+    torch.testing.assert_close(one_out, expected_out, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(one_lse, expected_lse, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(out, expected_out, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-9)
     # fp32: held to the fp64 merge of the same fp32 numbers, since an LSE near 1e4 has itself an error of 5e-4.

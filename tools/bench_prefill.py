@@ -6,9 +6,9 @@ What is measured
     chunk's tokens (`EngineConfig.prefill`), on the same random weights; the largest difference of the last logits, as
     a share of their range, is in the table.
 Memory
-    KV: bytes of the pool. Exchange bound: what queries, partials and slabs may take at most (`ModelRunner.work_bytes`).
-     Work: how far the process's resident memory rose above its level before the prompt, less the
-    pool's pages: activations, gathered queries, slabs, masks (Linux only). Both per rank, the largest one.
+    KV: bytes of the pool. Step: most bytes of tensors that are alive together while the last chunk is computed
+    (activations, queries, partials, slabs, masks). Exchange bound: what queries, partials and slabs may take of it at
+    most (`ModelRunner.work_bytes`). All per rank, of the largest one.
 Interleaving
     A round measures every contender in turn; rows show medians, and ratios are taken inside a round first.
 """
@@ -16,18 +16,16 @@ Interleaving
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
-import re
 import textwrap
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import bench_world
 import torch
 import torch.distributed as dist
+from bench_memory import LiveBytes
 from bench_models import PRESETS
 from bench_peers import build_random_model, with_dcp
 from bench_world import World
@@ -39,7 +37,7 @@ from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.metrics import Metrics
 
 WAYS = ("auto", "pass_kv", "pass_q", "replicated")
-_TABLE = {"prompt": 7, "contender": 18, "s": 8, "x dcp 1": 8, "tokens/s": 9, "KV MiB/rank": 12, "work MiB/rank": 14,
+_TABLE = {"prompt": 7, "contender": 18, "s": 8, "x dcp 1": 8, "tokens/s": 9, "KV MiB/rank": 12, "step MiB/rank": 14,
           "exchange bound MiB": 18, "sent MB/rank": 13, "logit diff": 11}  # fmt: skip
 
 
@@ -172,31 +170,22 @@ def _read(contender: Prompt, prompt: int, world: World) -> dict[str, Any]:
     group = world.groups[contender.ranks]
     contender.metrics.reset()
     contender.metrics.enabled = True
-    gc.collect()
-    before = _resident_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now
     dist.barrier(group)
     spent = bench_world.seconds(contender.read)
-    pool = contender.runner.pool.bytes
-    filled = pool * min(1.0, 1 - len(contender.steps[0].seqs[0].token_ids) / prompt)  # pages that were not there yet
-    work = max(0.0, _resident_bytes("VmHWM") - before - filled)
     contender.metrics.enabled = False
+    with LiveBytes() as live:
+        contender.runner.step(contender.steps[-1])
     sent = sum(count for _, count in contender.metrics.collectives.values())
     everywhere: list[Any] = [None] * contender.ranks
-    dist.all_gather_object(everywhere, (spent, work, sent), group=group)
-    spent, work, sent = (max(values) for values in zip(*everywhere, strict=True))
-    logits, bound = contender.logits, contender.runner.work_bytes
+    dist.all_gather_object(everywhere, (spent, live.peak, sent), group=group)
+    spent, peak, sent = (max(values) for values in zip(*everywhere, strict=True))
+    logits, bound, pool = contender.logits, contender.runner.work_bytes, contender.runner.pool.bytes
     del contender.runner
     return {
         "s": spent,
         "KV MiB/rank": pool / 2**20,
-        "work MiB/rank": work / 2**20,
+        "step MiB/rank": peak / 2**20,
         "exchange bound MiB": bound / 2**20,
         "sent MB/rank": sent / 1e6,
         "logits": logits,
     }
-
-
-def _resident_bytes(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found[1]) * 1024 if found else 0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_dcp.attention.base import AttentionBackend, AttentionBatch
 from megatron_dcp.attention.pieces import Limits, Piece, Unit, cut_batch, thread_ways
-from megatron_dcp.merge import merge_partials
+from megatron_dcp.merge import merge_into, merge_partials
 
 WORK_BYTES = 8 << 20  # fp32 keys and values of one call: large enough that calls are few, small enough for a CPU cache
 COPY_BYTES = 128 << 10  # keys and values that are gathered in about the time that one more call takes
@@ -197,7 +197,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             if merged is None:
                 merged = out, lse
             else:
-                _merge_into(merged[0][:, :, skip:], merged[1][:, :, skip:], out, lse)
+                merge_into(merged[0][:, :, skip:], merged[1][:, :, skip:], out, lse)
         assert merged is not None
         return merged
 
@@ -232,10 +232,3 @@ def _copy(pool_1KSH: Tensor, piece: Piece, work: Tensor) -> Tensor:
     if pool_1KSH.dtype == torch.float32:
         return torch.index_select(pool_1KSH, 2, piece.keys, out=out_1KCH)
     return out_1KCH.copy_(pool_1KSH.index_select(2, piece.keys))
-
-
-def _merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """``megatron_dcp.merge`` for two partials of which neither is empty, in place and in four operations."""
-    both = torch.logaddexp(lse, other_lse)
-    out.lerp_(other_out, torch.exp(other_lse - both).unsqueeze(-1))
-    lse.copy_(both)

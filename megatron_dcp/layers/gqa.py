@@ -46,10 +46,7 @@ class DCPSelfAttention(SelfAttention):
         """
         if not isinstance(inference_context, DCPContext):
             return super().forward(hidden_states, attention_mask, key_value_states, inference_context, *args, **kwargs)
-        ctx = inference_context
-        q_TNH, k_TKH, v_TKH = self._project(hidden_states, ctx)
-        ctx.write(self.layer_number, k_TKH, v_TKH)
-        return attend(self, q_TNH, ctx)
+        return attend(self, self._queries(hidden_states, inference_context), inference_context)
 
     def partial(self, q_TNH: Tensor, shard: Shard, plan: Any, ctx: DCPContext) -> tuple[Tensor, Tensor]:
         """Partial attention over one shard, ``(out_TNH, lse_TN)``; in ``within_tp`` of the DCP group's heads."""
@@ -61,6 +58,12 @@ class DCPSelfAttention(SelfAttention):
     def finish(self, merged: Exchanged, ctx: DCPContext) -> Exchanged:
         """From merged attention to what the output projection takes: the same."""
         return merged
+
+    def _queries(self, hidden_states: Tensor, ctx: DCPContext) -> Tensor:
+        """``q_TNH``, after the keys and values have gone to the cache: nothing else of the projection stays alive."""
+        q_TNH, k_TKH, v_TKH = self._project(hidden_states, ctx)
+        ctx.write(self.layer_number, k_TKH, v_TKH)
+        return q_TNH.contiguous()
 
     def _project(self, hidden_states: Tensor, ctx: DCPContext) -> tuple[Tensor, Tensor, Tensor]:
         """``q_TNH, k_TKH, v_TKH`` of this rank's heads: normalised where the model says so, rotated."""

@@ -30,7 +30,7 @@ from megatron_dcp.layers.attend import attend
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.latent_plan import ExpandedSequence, LatentPlan
 from megatron_dcp.layers.linear import product
-from megatron_dcp.merge import merge_partials
+from megatron_dcp.merge import merge_into
 
 
 class DCPMLASelfAttention(MLASelfAttention):
@@ -137,9 +137,10 @@ class DCPMLASelfAttention(MLASelfAttention):
         for part in sequence.slices:
             expanded = self._expand(cache_S1L[part.slots, 0].to(q_QNH.dtype))
             partial = ctx.attend(q_QNH, expanded, part.attention, scale=self.softmax_scale)
-            if merged is not None:
-                partial = merge_partials(*(torch.stack(pair) for pair in zip(merged, partial, strict=True)))
-            merged = partial
+            if merged is None:
+                merged = partial
+            else:
+                merge_into(*merged, *partial)
         assert merged is not None
         return merged
 

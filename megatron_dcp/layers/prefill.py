@@ -33,9 +33,9 @@ from megatron_dcp.comm.collectives import all_gather, all_to_all
 from megatron_dcp.comm.ring import BUFFERS, ring
 from megatron_dcp.config import PrefillName
 from megatron_dcp.layers.context import DCPContext
-from megatron_dcp.merge import merge_partials
+from megatron_dcp.merge import merge_into, merge_partials
 
-SLAB_BYTES = 16 << 20  # keys and values of one layer that travel together
+SLAB_BYTES = 4 << 20  # keys and values of one layer that travel together
 MIN_TOKENS = 64  # of a step: fewer take no shorter where they are dealt out
 MIN_CHUNK = 16  # of one sequence
 
@@ -209,8 +209,7 @@ def _pass_kv(attention: StripedAttention, layer_number: int, q_tNH: Tensor, way:
         mine = slice(slab.first, slab.stop)
         shard = ctx.pool.unpack(hop.tensor)
         partial = attention.partial(q_tNH[mine], shard, slab.by_source[hop.source], ctx)
-        pair = zip((out_tNV[mine], lse_tN[mine]), partial, strict=True)
-        out_tNV[mine], lse_tN[mine] = merge_partials(*(torch.stack(both) for both in pair))
+        merge_into(out_tNV[mine], lse_tN[mine], *partial)
     return out_tNV
 
 

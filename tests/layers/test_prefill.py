@@ -119,7 +119,7 @@ def test_work_space_grows_with_the_chunk_alone() -> None:
     def bound(name: str, chunk: int, replicated: int = 3) -> int:
         return exchange_work_bytes(sizes, layout, name, prefill_chunk_size=chunk, replicated=replicated)  # type: ignore[arg-type]
 
-    slabs = 3 * (16 << 20)
+    slabs = 3 * (4 << 20)
     assert bound("replicated", 100) == 2 * 1000 * 103
     assert bound("pass_q", 100) == 2 * 1000 * 103
     assert bound("pass_kv", 100) == 2 * 1000 * (51 + 3) + slabs
