@@ -70,11 +70,11 @@ class PrefixCache:
         """Whether the block is cached and held by nobody."""
         return block in self._idle
 
-    def match(self, read: ReadTokens, limit: int) -> list[int]:
-        """Cached blocks of the longest known prefix of at most ``limit`` tokens."""
+    def match(self, read: ReadTokens, limit: int, salt: str = "") -> list[int]:
+        """Cached blocks of the longest known prefix of at most ``limit`` tokens, of sequences with the same salt."""
         node, blocks, size = self._root, [], self.block_tokens
         for start in range(0, limit - size + 1, size):
-            if not node.children or (child := node.children.get(_key(read(start, start + size)))) is None:
+            if not node.children or (child := node.children.get(_key(read(start, start + size), start, salt))) is None:
                 break
             node = child
             blocks.append(node.block)
@@ -96,7 +96,7 @@ class PrefixCache:
                 self._evict(next(iter(self._idle)))
         self.pool.reserve(seq, num_blocks)
 
-    def extend(self, seq: Hashable, read: ReadTokens, num_computed: int) -> None:
+    def extend(self, seq: Hashable, read: ReadTokens, num_computed: int, salt: str = "") -> None:
         """Take note that the first ``num_computed`` tokens of a sequence are computed: its full blocks can be found."""
         node, length = self._ends[seq]
         size = self.block_tokens
@@ -104,7 +104,7 @@ class PrefixCache:
             return
         table = self.pool.table(seq)
         for i in range(length, num_computed // size):
-            key = _key(read(i * size, (i + 1) * size))
+            key = _key(read(i * size, (i + 1) * size), i, salt)
             child = node.children.get(key)
             if child is None:
                 child = node.children[key] = self._nodes[table[i]] = _Node(node, key, table[i])
@@ -171,5 +171,6 @@ class PrefixCache:
             stack.extend(node.children.values())
 
 
-def _key(tokens: Sequence[int]) -> bytes:
-    return array("q", tokens).tobytes()
+def _key(tokens: Sequence[int], start: int, salt: str) -> bytes:
+    key = array("q", tokens).tobytes()
+    return key if start or not salt else key + salt.encode("utf-8", "surrogatepass")

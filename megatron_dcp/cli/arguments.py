@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
-from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig
+from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig, PrefillName
 
 CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
 
@@ -131,7 +131,7 @@ def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--kv-interleave``, ``--block-size`` and the sizes of pool and batch."""
+    """How the cache is cut and reused, the sizes of pool and batch, and how a step is computed."""
     group = parser.add_argument_group("KV cache and batch")
     cache, engine = CacheConfig(), EngineConfig()
     interleave = "consecutive tokens on one dcp rank; divides the block size"
@@ -142,6 +142,20 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         ("--max-num-seqs", None, "N", engine.max_num_seqs, "sequences that decode at the same time"),
         ("--prefill-chunk-size", None, "N", engine.prefill_chunk_size, "most prompt tokens of one step"),
     )
+    group.add_argument(
+        "--prefill",
+        choices=get_args(PrefillName),
+        default=engine.prefill,
+        help="how the dcp ranks share a prompt's tokens (default auto: dealt out; keys or queries travel, by bytes)",
+    )
+    group.add_argument(
+        "--num-draft-tokens",
+        type=whole(0),
+        default=engine.num_draft_tokens,
+        metavar="N",
+        help="tokens to propose per step from earlier text; the output stays the same (default 0: none)",
+    )
+    group.add_argument("--no-prefix-caching", action="store_true", help="compute known prefixes of prompts again")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--num-blocks", type=whole(1), metavar="N", help="blocks of the pool on every rank")
     size.add_argument(
@@ -162,7 +176,12 @@ def cache_config(args: argparse.Namespace) -> CacheConfig:
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine that the options ask for; ``ValueError`` if exchange and layout do not fit."""
     config = EngineConfig(
-        max_num_seqs=args.max_num_seqs, prefill_chunk_size=args.prefill_chunk_size, exchange=args.exchange
+        max_num_seqs=args.max_num_seqs,
+        prefill_chunk_size=args.prefill_chunk_size,
+        exchange=args.exchange,
+        prefill=args.prefill,
+        num_draft_tokens=args.num_draft_tokens,
+        prefix_caching=not args.no_prefix_caching,
     )
     config.exchange_for(args.dcp_layout)
     return config

@@ -91,6 +91,21 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw only from the most likely tokens that together reach probability P (default 1)",
     )
     group.add_argument(
+        "--min-p",
+        type=arguments.number(0, 1),
+        default=default.min_p,
+        metavar="P",
+        help="draw only from tokens at least P times as likely as the most likely one (default 0: from all)",
+    )
+    for name, what in (
+        ("repetition", "divides the logits of tokens of prompt and output (default 1)"),
+        ("presence", "taken from the logits of tokens of the output (default 0)"),
+        ("frequency", "taken from them as often as they are there (default 0)"),
+    ):
+        group.add_argument(
+            f"--{name}-penalty", type=float, default=getattr(default, f"{name}_penalty"), metavar="X", help=what
+        )
+    group.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -118,6 +133,10 @@ def run(args: argparse.Namespace) -> None:
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         seed=args.seed,
         stop=args.stop,
         ignore_eos=args.ignore_eos,
@@ -167,7 +186,7 @@ def _prompts(args: argparse.Namespace) -> list[Prompt]:
 
 def _generate(llm: LLM, prompts: list[Prompt], params: SamplingParams, *, show: bool) -> list[RequestOutput]:
     if not show:
-        return replicas.generate(llm, prompts, params)
+        return replicas.generate(llm, prompts, params, progress=len(prompts) > 1 and sys.stderr.isatty())
     outputs = replicas.generate(
         llm, prompts, params, on_token=lambda index, token, text: print(text, end="", flush=True)
     )

@@ -25,6 +25,7 @@ def generate(
     params: SamplingParams,
     *,
     on_token: Callable[[int, int, str], None] | None = None,
+    progress: bool = False,
 ) -> list[RequestOutput]:
     """Continue every prompt on one of the replicas. Every rank of the world calls it with the same arguments.
 
@@ -33,6 +34,7 @@ def generate(
     Args:
         params: Of every prompt; one sample each.
         on_token: As for ``LLM.generate``, with the replica's own numbers of its prompts.
+        progress: As for ``LLM.generate``; of the first replica's share.
 
     Returns:
         The outputs of all replicas in the order of the prompts, on every rank.
@@ -45,12 +47,13 @@ def generate(
 
     index, count = replica_place(llm.groups)
     if count == 1:
-        return llm.generate(prompts, params, on_token=on_token)
+        return llm.generate(prompts, params, on_token=on_token, progress=progress)
     requests = on_all_ranks(llm.prompt_reader.read, prompts, params)
     share = [request.prompt for request in requests[index::count]]
     ending = _Ending()
     try:
-        outputs = llm.generate(share, params, on_token=on_token) if share else []
+        progress = progress and index == 0
+        outputs = llm.generate(share, params, on_token=on_token, progress=progress) if share else []
     except Exception as caught:
         error = _numbered_as_all(caught, index, count)
         ending.report(error)

@@ -43,6 +43,8 @@ class SamplingParams:
         ignore_eos: Do not end at the model's end-of-text tokens.
         logprobs: Also return the log-probability of every generated token.
         prompt_logprobs: Also return the log-probability of every token of the prompt but the first.
+        cache_salt: Cached prefixes are shared only between requests of the same salt: name what else the keys depend
+            on, as an adapter does, or who may see that a prefix is known.
     """
 
     max_tokens: int = 128
@@ -62,6 +64,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -105,6 +108,8 @@ class SamplingParams:
             value = getattr(self, name)
             if not _is_number(value) or not -2 <= value <= 2:
                 raise ValueError(f"{name}={value!r} must be a number in [-2, 2]; 0 changes nothing")
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt={self.cache_salt!r} must be a string; leave it out for none")
         if self.seed is not None:
             check_at_least("seed", self.seed, 0)
             if self.seed > LARGEST_SEED:

@@ -190,7 +190,8 @@ class Scheduler:
             request.num_computed = request.num_tokens - 1  # drafts that were rejected are overwritten
         for request in step.requests:
             if self._requests.get(request.index) is request:
-                self.cache.extend(request.index, request.tokens_between, request.num_computed)
+                salt = request.params.cache_salt
+                self.cache.extend(request.index, request.tokens_between, request.num_computed, salt)
         for request in finished:
             self._leave(request)
         return finished
@@ -264,10 +265,11 @@ class Scheduler:
         limit = request.num_tokens - 1  # at least the last token is computed for its logits
         size = self.block_tokens
         first = request.tokens_between(0, min(size, limit))
+        salt = request.params.cache_salt
         for other in computing:
-            if len(first) < size or other.tokens_between(0, size) != first:
+            if len(first) < size or other.tokens_between(0, size) != first or other.params.cache_salt != salt:
                 continue
-            known = len(self.cache.match(request.tokens_between, limit)) * size
+            known = len(self.cache.match(request.tokens_between, limit, salt)) * size
             end = known + size
             if end <= min(limit, other.num_tokens) and other.num_computed < end:
                 if other.tokens_between(0, end) == request.tokens_between(0, end):
@@ -284,7 +286,7 @@ class Scheduler:
             request.prompt_logprobs = leader.prompt_logprobs.copy()
         # Tokens whose logits are wanted have to be computed.
         limit = len(request.prompt_logprobs) if request.wants_prompt_logprobs else request.num_tokens - 1
-        blocks = self.cache.match(request.tokens_between, limit)
+        blocks = self.cache.match(request.tokens_between, limit, request.params.cache_salt)
         hit = len(blocks) * self.block_tokens
         until = min(request.num_tokens, hit + self.prefill_chunk_size)
         needed = self.layout.blocks_for(until) - len(blocks) + sum(map(self.cache.is_idle, blocks))

@@ -511,6 +511,18 @@ def test_clear_in_the_middle_keeps_what_is_computed():
     assert again.num_cached_tokens == 8 and again.token_ids == greedy_alone(again.prompt, 4)
 
 
+def test_prefixes_are_shared_inside_a_salt():
+    driver = Driver(num_blocks=64, dcp=1, block_size=2, chunk=100)
+    prompt = list(range(10, 19))
+    salts = ["", "one", "two", "one", "", "on"]
+    together = [driver.add(i, prompt, max_tokens=1, cache_salt=salt) for i, salt in enumerate(salts)]
+    driver.run()
+    assert [r.num_cached_tokens for r in together] == [0, 0, 0, 8, 8, 0]
+    later = [driver.add(10 + i, prompt, max_tokens=1, cache_salt=salt) for i, salt in enumerate(["two", "three"])]
+    driver.run()
+    assert [r.num_cached_tokens for r in later] == [8, 0]
+
+
 def test_nothing_is_reused_across_a_change_of_weights():
     driver = Driver(12)
     driver.add(0, list(range(9)), 5)
