@@ -52,6 +52,9 @@ CASES = [
     Case(sequences=MIXED, scattered=False),
     Case(sequences=MIXED, dcp_size=2, order="slots_first"),
     Case(sequences=MIXED, dcp_size=2, order="slots_first", scattered=False),
+    # one token each, and contexts on either side of any bound: units are not made in the order of the tokens
+    Case(sequences=((1, 3), (1, 40), (1, 30)), scattered=False),
+    Case(sequences=((1, 40), (1, 3), (1, 200), (1, 4)), dcp_size=2, scattered=False, block_size=64),
     Case(sequences=((1, 1),), dcp_size=4),  # three shards are empty
     Case(sequences=((1, 2), (1, 1), (1, 3)), dcp_size=4, interleave=2),  # the batch's first shard is empty
     Case(sequences=((6, 6),), dcp_size=4, interleave=4),  # all ranks but two see none of the whole chunk

@@ -55,7 +55,8 @@ class SDPAPlan:
     """One step's kernel calls.
 
     Attributes:
-        singles, chunks, padded: Units of one query token, of several, and of one each of several sequences.
+        singles, chunks, padded: Units of one query token, in the order of the tokens, of several, and of one each of
+            several sequences.
         single_tokens: Flat query tokens of ``singles``, int64.
         v_in_k: The values are the keys' first dims.
         blind: Some token sees no key on this rank.
@@ -129,7 +130,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         own: list[Unit] = []
         for unit in cut_batch(batch, limits, device):
             (own if unit.tokens is None else padded).append(unit)
-        singles = [unit for unit in own if unit.stop - unit.first == 1]
+        singles = sorted((unit for unit in own if unit.stop - unit.first == 1), key=lambda unit: unit.first)
         return SDPAPlan(
             singles=singles,
             chunks=[unit for unit in own if unit.stop - unit.first > 1],

@@ -18,6 +18,7 @@ from megatron_models import (
 )
 
 from megatron_dcp import CacheConfig, EngineConfig, parallel_state
+from megatron_dcp.attention import sdpa
 from megatron_dcp.cache import KVLayout
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.places import place_tokens
@@ -129,12 +130,13 @@ def test_work_space_grows_with_the_chunk_alone() -> None:
 
 
 def slabs_case(rank, world, kind, per_slab):
-    """Prompts of very different lengths in slabs of ``per_slab`` blocks."""
+    """Prompts of very different lengths in slabs of ``per_slab`` blocks, and in as small calls of the back end."""
     parallel_state.initialize_model_parallel(decode_context_parallel_size=world)
     config = tiny_config(**(dict(num_query_groups=4, mla=MLA) if kind == "mla" else {}))
     state = random_state(config)
     texts, lens = texts_for(world, 2, config.vocab_size)
-    kept = prefill.SLAB_BYTES
+    limits = {"WORK_BYTES": 5 << 10, "COPY_BYTES": 1 << 10, "MAX_ROWS": 8, "HEAD_BYTES": 1 << 10}
+    kept = prefill.SLAB_BYTES, {name: getattr(sdpa, name) for name in limits}
     runner = make_runner(
         sharded_model(config, state),
         config,
@@ -143,9 +145,11 @@ def slabs_case(rank, world, kind, per_slab):
     )
     try:
         prefill.SLAB_BYTES = per_slab * BLOCK * runner.pool.bytes_per_key
+        vars(sdpa).update(limits)
         return largest_error(runner, whole_model(config, state), texts, lens, 20)
     finally:
-        prefill.SLAB_BYTES = kept
+        prefill.SLAB_BYTES = kept[0]
+        vars(sdpa).update(kept[1])
 
 
 @pytest.mark.parametrize("kind", ["gqa", "mla"])

@@ -92,3 +92,27 @@ def test_mla_computes_the_same_and_names_its_floors():
     for row in result["rows"]:
         assert row["difference"] < 1e-5
         assert min(row["bandwidth floor ms"], row["arithmetic floor ms"], row["x floor"], row["GFLOP/s"]) > 0
+
+
+def test_prefill():
+    run = ["--layers", "1", "--prompts", "512", "--chunk", "256", "--ways", "pass_kv", "replicated", "--repeats", "1"]
+    alone, dealt, replicated = bench("prefill", *run, "--threads", "2")["rows"]
+    assert [row["contender"] for row in (alone, dealt, replicated)] == ["dcp 1", "dcp 2 pass_kv", "dcp 2 replicated"]
+    for row in (dealt, replicated):
+        assert row["s"] > 0 and row["x dcp 1"] > 0 and row["logit diff"] < 1e-5
+        assert row["KV MiB/rank"] == alone["KV MiB/rank"] / 2
+    # both chunks, and the second again; one layer of 8 heads of 128, keys and values
+    assert dealt["sent MB/rank"] * 1e6 > (128 + 256) * 8 * 128 * 2 * 4
+    assert dealt["step MiB/rank"] < 0.8 * replicated["step MiB/rank"] <= alone["step MiB/rank"]
+
+
+def test_serve():
+    run = ["--layers", "1", "--requests", "5", "--long", "40", "60", "--prefix", "48", "--prefixes", "1"]
+    rows = bench("serve", *run, "--output", "3", "6", "--max-num-seqs", "2", "--repeats", "1", "--threads", "2")["rows"]
+    assert [row["contender"] for row in rows] == [
+        "dcp 1", "dcp 1, no prefix cache", "dcp 2", "dcp 2, no prefix cache", "transformers",
+    ]  # fmt: skip
+    for row in rows:
+        assert row["same"] == 1.0 and row["out tok/s"] > 0 and 0 < row["TTFT p50 s"] <= row["p95"]
+        assert row["TPOT p50 ms"] > 0
+    assert rows[0]["prefix hit"] > 0.3 and rows[1]["prefix hit"] == 0 and rows[2]["prefix hit"] > 0.2
