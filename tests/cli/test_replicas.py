@@ -30,7 +30,7 @@ class FakeLLM:
         self.behaviour = behaviour
         self.prompts: list[list[int]] | None = None
 
-    def generate(self, prompts: Any, params: Any, on_token: Any = None) -> list[RequestOutput]:
+    def generate(self, prompts: Any, params: Any, on_token: Any = None, progress: bool = False) -> list[RequestOutput]:
         assert prompts, "a replica without prompts has nothing to call this for"
         self.prompts = prompts
         if self.behaviour is not None:
