@@ -31,13 +31,15 @@ class Run:
     Attributes:
         answers: Tokens of each answer.
         kv_bytes: KV cache of this rank.
-        prompt_tokens: Read in all.
+        prompt_tokens: Computed; on the driver.
+        cached_tokens: Prompt tokens that were in the cache already, from the question before; on the driver.
         prefill_s, decode_s: Seconds spent on prompts and on answers.
     """
 
     answers: list[list[int]]
     kv_bytes: int
     prompt_tokens: int
+    cached_tokens: int
     prefill_s: float
     decode_s: float
 
@@ -51,7 +53,7 @@ def say(text: str, end: str = "\n") -> None:
 def ask(llm: LLM, text: str, questions: list[Question], say: Callable[..., None]) -> Run:
     """Ask about the text, one question after the other; answers are streamed as they are decoded."""
     (full_stop,) = llm.tokenizer.encode(".")
-    run = Run([], 0, 0, 0.0, 0.0)
+    run = Run([], 0, 0, 0, 0.0, 0.0)
     for number, question in enumerate(questions, 1):
         prompt = llm.tokenizer.encode(f"{text}\n\n{question.prompt}")
         say(f"  [{number}/{len(questions)}] {question.prompt.split('?')[0]}? …", end="")
@@ -70,7 +72,9 @@ def ask(llm: LLM, text: str, questions: list[Question], say: Callable[..., None]
         verdict = "right" if right else f"WRONG, the text says{question.answer}"
         say(f"   {verdict} (hidden at {question.depth:.0%} of the text)")
         run.answers.append(tokens)
-        run.prompt_tokens += len(prompt)
+    if llm.is_driver:
+        stats = llm.stats()
+        run.prompt_tokens, run.cached_tokens = stats.prompt_tokens, stats.prefix_hit_tokens
     run.kv_bytes = llm.runner.pool.bytes
     return run
 
@@ -98,7 +102,8 @@ def sharded(args: argparse.Namespace) -> tuple[Run, list[Question], str]:
     decoded = sum(len(answer) - 1 for answer in run.answers)
     say(
         f"\n  {right} of {len(questions)} facts came back right; "
-        f"{run.prompt_tokens / run.prefill_s:,.0f} prompt tokens/s, {decoded / run.decode_s:,.1f} decoded tokens/s"
+        f"{run.prompt_tokens / run.prefill_s:,.0f} prompt tokens/s, {decoded / run.decode_s:,.1f} decoded tokens/s\n"
+        f"  the text was read once: the other questions found {run.cached_tokens:,} tokens of it in the cache"
     )
     return run, questions, text
 
