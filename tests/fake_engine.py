@@ -109,13 +109,16 @@ class Alone:
         return 0
 
 
-def make_engine(*, group=None, layout=None, num_blocks=None, runners=None, **config) -> Engine:
+def make_engine(
+    *, group=None, layout=None, num_blocks=None, runners=None, tokenizer=None, tell_outcomes=True, **config
+) -> Engine:
     """An engine over fake runners, which are added to the list ``runners`` as they are made."""
     layout = layout or KVLayout(2, 1, 2)
     engine_config = EngineConfig(**config)
     cache = CacheConfig(block_size=layout.block_size, kv_interleave_size=layout.interleave, num_blocks=num_blocks)
     make_runner = runner_maker(layout, num_blocks, engine_config.prefill_chunk_size, runners)
-    return Engine(make_runner, layout, cache, engine_config, Sampler(VOCAB), Link(group or Alone(), 0))
+    options = dict(tokenizer=tokenizer, tell_outcomes=tell_outcomes)
+    return Engine(make_runner, layout, cache, engine_config, Sampler(VOCAB), Link(group or Alone(), 0), **options)
 
 
 def runner_maker(layout: KVLayout, num_blocks: int | None, chunk: int = 10**9, runners: list | None = None):

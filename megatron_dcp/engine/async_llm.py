@@ -61,8 +61,8 @@ class AsyncLLM(Front):
             llm.follow()
 
     A thread of the driver steps the engine from the start on; until `shutdown` the ranks of the replica may not
-    communicate otherwise, and the model is in eval mode. Where the engine fails, every request and every rank gets the
-    error, and no request is taken any more. A server should have a pool of a configured size (``cache``): without one,
+    communicate otherwise, and the model is in eval mode. What goes wrong with one request is an error for that one.
+    Where the engine itself fails, every request and every rank gets the error, and no request is taken any more. A server should have a pool of a configured size (``cache``): without one,
     a request that does not fit beside those that run waits until they have ended.
 
     Arguments and errors: see `Front`.
@@ -86,7 +86,7 @@ class AsyncLLM(Front):
         Raises:
             ValueError: In the call: a prompt that the model cannot take, or a rank that is not the driver. At the first
                 iteration: one that the pool cannot take, a ``request_id`` that runs already, an `AsyncLLM` that was
-                shut down. Later: logits that are not finite, of whichever request.
+                shut down. Later: logits that are not finite, or of which ``min_tokens`` leaves nothing.
             CollectiveError: A rank of the replica died or hangs.
             RuntimeError: The engine failed in another way.
         """
@@ -94,7 +94,7 @@ class AsyncLLM(Front):
         requests = self.prompt_reader.read([prompt], sampling_params)
         for request in requests:
             request.index = next(self._indices)
-        return self._stream(request_id or f"request-{requests[0].index}", requests)
+        return self._stream(request_id, requests)
 
     def abort(self, request_id: str) -> None:
         """End a request, from any thread; nothing happens if there is none of that name (any more).
@@ -158,11 +158,12 @@ class AsyncLLM(Front):
             self._thread = threading.Thread(target=self._serve, name="megatron_dcp engine", daemon=True)
             self._thread.start()
 
-    async def _stream(self, request_id: str, requests: list[Request]) -> AsyncGenerator[StreamOutput, None]:
+    async def _stream(self, name: str | None, requests: list[Request]) -> AsyncGenerator[StreamOutput, None]:
         stream = _Stream(requests)
         with self._lock:
             if self._closed is not None:
                 raise _again(self._closed)
+            request_id = name or next(n for n in map("request-{}".format, self._indices) if n not in self._streams)
             if request_id in self._streams:
                 raise ValueError(f"request_id={request_id!r} runs already; give every request an id of its own")
             self._streams[request_id] = stream
@@ -245,7 +246,9 @@ class AsyncLLM(Front):
     def _add(self, stream: _Stream) -> None:
         try:
             self._driven("a request").add(stream.requests)
-        except ValueError as error:
+        except CollectiveError:
+            raise
+        except Exception as error:  # also what a tokenizer raises
             stream.push(error)
         else:
             self._live_streams |= dict.fromkeys(stream.requests, stream)
@@ -259,9 +262,17 @@ class AsyncLLM(Front):
             stream.push([(request, None) for request in ended])
 
     def _hand_out(self, sampled: list[Sampled]) -> None:
+        for request, error in self._driven("a step").take_failures():
+            failed = self._live_streams.pop(request)
+            failed.push(error)
+            self._abort(failed)
         news: dict[_Stream, list[tuple[Request, Sampled | None]]] = {}
         for one in sampled:
-            stream = self._live_streams.pop(one.request) if one.last else self._live_streams[one.request]
+            stream = self._live_streams.get(one.request)
+            if stream is None:  # it has failed
+                continue
+            if one.last:
+                del self._live_streams[one.request]
             news.setdefault(stream, []).append((one.request, one))
         for stream, its in news.items():
             stream.push(its)

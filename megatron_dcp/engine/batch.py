@@ -74,8 +74,10 @@ class Result(NamedTuple):
         tokens: The accepted drafts and one token more; empty unless the entry samples.
         logprobs: Of these tokens; NaN where none are asked for.
         prompt_logprobs: One per prompt target.
+        error: Why there is none of these; the other entries of the step are not concerned.
     """
 
     tokens: list[int]
     logprobs: list[float]
     prompt_logprobs: list[float]
+    error: ValueError | None = None

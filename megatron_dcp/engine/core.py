@@ -53,7 +53,8 @@ class Engine:
         link: To the followers.
         tokenizer: Needed for stop strings.
         metrics: Its timers tell `stats` where the time of a step goes.
-        tell_outcomes: Whether the followers hear what became of the requests.
+        tell_outcomes: Whether the followers hear what became of the requests. Then these belong to one call, and an
+            error of one is an error of all; otherwise it ends that request alone, see `take_failures`.
     """
 
     def __init__(
@@ -75,6 +76,8 @@ class Engine:
         self.config = config
         self.sampler = sampler
         self.announcer = Announcer(link, tell_outcomes=tell_outcomes)
+        self._isolates = not tell_outcomes
+        self._failures: list[tuple[Request, Exception]] = []
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.drafter = NgramDrafter(config.num_draft_tokens) if config.num_draft_tokens else None
@@ -106,6 +109,13 @@ class Engine:
             self.sampler.check(request.params)
         if not requests:
             return
+        stops = {
+            request: StopStrings(
+                self.tokenizer, request.prompt, request.params.stop, min_tokens=request.params.min_tokens
+            )
+            for request in requests
+            if request.params.stop
+        }
         if self.scheduler is None and self._sized:
             self._make_pool(None)
         if self._sized:
@@ -114,13 +124,9 @@ class Engine:
             self._held += requests
         else:
             self._queue_in_large_pool(requests)
+        self._stops |= stops
         for request in requests:
             self.recorder.arrived(request)
-            if request.params.stop:
-                params = request.params
-                self._stops[request] = StopStrings(
-                    self.tokenizer, request.prompt, params.stop, min_tokens=params.min_tokens
-                )
 
     def abort(self, index: int) -> Request | None:
         """End a request now, in whatever state; ``None`` if there is none of that index (any more)."""
@@ -136,6 +142,11 @@ class Engine:
         self.recorder.ended(request)
         return request
 
+    def take_failures(self) -> list[tuple[Request, Exception]]:
+        """The requests that have failed alone since the last call, and why. They have ended as if aborted."""
+        failures, self._failures = self._failures, []
+        return failures
+
     def step(self) -> list[Sampled]:
         """Compute one step; the tokens that it gave, in the order of the batch."""
         self.plan()
@@ -146,9 +157,10 @@ class Engine:
         start = time.perf_counter()
         try:
             if self._held and not (self.scheduler and self.scheduler.running):
-                held, self._held = self._held, []
-                self._queue_in_large_pool(held)
-            assert self.scheduler is not None and self._planned is None
+                self._queue_held()
+            assert self._planned is None
+            if self.scheduler is None or not self.scheduler.has_work:
+                return  # whatever was held has failed
             step = self.scheduler.schedule()
             self.announcer.step(step, self.scheduler.running)
         except Exception as error:
@@ -160,8 +172,9 @@ class Engine:
     def compute(self) -> list[Sampled]:
         """The second half: run the model, sample, commit."""
         start = time.perf_counter()
-        assert self._planned is not None and self.runner is not None
         step = self._planned
+        if step is None:
+            return []
         prompt_tokens = sum(
             min(len(request.prompt) - seq.start, len(seq.token_ids))
             for request, seq in zip(step.requests, step.batch.seqs, strict=True)
@@ -239,13 +252,19 @@ class Engine:
 
     def _commit(self, step: Step, results: Sequence[Result]) -> list[Sampled]:
         assert self.scheduler is not None
+        for entry, result in zip(step.entries, results, strict=True):
+            if result.error is not None and entry.request.finish_reason is None:
+                self._fail_alone(entry.request, result.error)
         before = [(entry.request, len(entry.request.token_ids)) for entry in step.entries]
         self.scheduler.commit(step, results)
         sampled: list[Sampled] = []
         with_tokens = []
         for request, old in before:
             if request in self._stops:
-                self._look_for_stop_string(request, old)
+                try:
+                    self._look_for_stop_string(request, old)
+                except Exception as error:  # whatever its tokenizer raises
+                    self._fail_alone(request, error)
             new = len(request.token_ids) - old
             ended = request.finish_reason is not None
             if new:
@@ -275,6 +294,26 @@ class Engine:
                     self.scheduler.abort(request.index, "stop")
                 request.finish_reason = "stop"
                 return
+
+    def _fail_alone(self, request: Request, error: Exception) -> None:
+        """End a request that cannot go on, and leave the others alone; raise the error where they belong together."""
+        if not self._isolates:
+            raise error
+        if request.finish_reason is None:
+            self.abort(request.index)
+        self._failures.append((request, error))
+
+    def _queue_held(self) -> None:
+        """Queue what waits for a larger pool; where it cannot be made as large, without the largest of them."""
+        held, self._held = self._held, []
+        while held:
+            try:
+                return self._queue_in_large_pool(held)
+            except ValueError as error:
+                largest = max(held, key=lambda request: request.cached_tokens)
+                held.remove(largest)
+                self._held = [largest]  # where abort finds it
+                self._fail_alone(largest, error)
 
     def _forget(self, request: Request) -> None:
         self.sampler.forget(request)

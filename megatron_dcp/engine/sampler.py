@@ -14,6 +14,7 @@ import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,26 +130,28 @@ class Sampler:
             entries: What is wanted of the rows. All tokens of a result must be appended to the request, in this order,
                 before it is sampled again.
 
-        Raises:
-            ValueError: A row has no finite maximum (a NaN or an infinity among its logits), or ``min_tokens`` leaves a
-                request no token.
+        Returns:
+            A result for each entry; one with an ``error`` where a row has no finite maximum (a NaN or an infinity among
+            its logits), or ``min_tokens`` leaves a request no token.
         """
         if not entries:
             return []
-        likeliest = self._likeliest(logits_RV, entries)
-        chosen: list[list[int]] = []
+        likeliest = _likeliest(logits_RV)
+        chosen: list[list[int] | ValueError] = []
         scored: list[tuple[int, int]] = []  # row, token
         row = 0
         for entry in entries:
-            scored += enumerate(entry.prompt_targets, row)
-            row += len(entry.prompt_targets)
-            tokens = []
-            if entry.sample:
-                tokens = self._decide(logits_RV, likeliest, row, entry)
+            end = row + entry.num_logits
+            try:
+                tokens = self._tokens(logits_RV, likeliest, row, entry)
+            except ValueError as error:
+                chosen.append(error)
+            else:
+                chosen.append(tokens)
+                scored += enumerate(entry.prompt_targets, row)
                 if entry.request.params.logprobs:
-                    scored += enumerate(tokens, row)
-                row += len(entry.draft) + 1
-            chosen.append(tokens)
+                    scored += enumerate(tokens, row + len(entry.prompt_targets))
+            row = end
         assert row == len(likeliest), (row, len(likeliest))
         scores = _scores(logits_RV, scored)
         return [_result(entry, tokens, scores) for entry, tokens in zip(entries, chosen, strict=True)]
@@ -158,21 +161,17 @@ class Sampler:
         self._seeds.pop(request, None)
         self._shapers.pop(request, None)
 
-    def _likeliest(self, logits_RV: Tensor, entries: Sequence[Entry]) -> list[int]:
-        """Per row the most likely token, of equals the first; one transfer from the device."""
-        peak_R, token_R = logits_RV.max(dim=1)  # NaN if there is one
-        peaks, tokens = torch.stack((peak_R.double(), token_R.double())).tolist()
-        if not all(map(math.isfinite, peaks)):
-            broken = next(row for row, peak in enumerate(peaks) if not math.isfinite(peak))
-            owners = (e.request for e in entries for _ in range(len(e.prompt_targets) + e.sample * (len(e.draft) + 1)))
-            request = next(islice(owners, broken, None))
+    def _tokens(self, logits_RV: Tensor, likeliest: list[int | None], row: int, entry: Entry) -> list[int]:
+        """The tokens of an entry whose first row of logits is ``row``; ``ValueError`` where there are none."""
+        if None in likeliest[row : row + entry.num_logits]:
+            request = entry.request
             raise ValueError(
                 f"the logits of prompt {request.place} hold NaN or infinity after {request.num_tokens} tokens; look "
                 "for broken weights in the checkpoint, or use dtype float32 or bfloat16 where float16 overflows"
             )
-        return list(map(int, tokens))
+        return self._decide(logits_RV, likeliest, row + len(entry.prompt_targets), entry) if entry.sample else []
 
-    def _decide(self, logits_RV: Tensor, likeliest: list[int], row: int, entry: Entry) -> list[int]:
+    def _decide(self, logits_RV: Tensor, likeliest: list[Any], row: int, entry: Entry) -> list[int]:
         """The accepted drafts of an entry and the token after them; ``row`` decides the first."""
         request, params = entry.request, entry.request.params
         position = len(request.token_ids)
@@ -266,6 +265,13 @@ class _Shaper:
         return logits_V
 
 
+def _likeliest(logits_RV: Tensor) -> list[int | None]:
+    """Per row the most likely token, of equals the first, ``None`` without one; one transfer from the device."""
+    peak_R, token_R = logits_RV.max(dim=1)  # NaN if there is one
+    peaks, tokens = torch.stack((peak_R.double(), token_R.double())).tolist()
+    return [int(token) if math.isfinite(peak) else None for peak, token in zip(peaks, tokens, strict=True)]
+
+
 def _scores(logits_RV: Tensor, scored: list[tuple[int, int]]) -> Iterator[float]:
     """Log-probabilities of tokens under their rows, a bounded number of rows at a time."""
     for first in range(0, len(scored), SCORED_ROWS):
@@ -274,7 +280,9 @@ def _scores(logits_RV: Tensor, scored: list[tuple[int, int]]) -> Iterator[float]
         yield from logprobs_of(logits_RV if len(rows) == len(logits_RV) else logits_RV[rows_B], token_B).tolist()
 
 
-def _result(entry: Entry, tokens: list[int], scores: Iterator[float]) -> Result:
+def _result(entry: Entry, tokens: list[int] | ValueError, scores: Iterator[float]) -> Result:
+    if isinstance(tokens, ValueError):
+        return Result([], [], [], tokens)
     prompt_logprobs = list(islice(scores, len(entry.prompt_targets)))
     if entry.request.params.logprobs:
         logprobs = list(islice(scores, len(tokens)))

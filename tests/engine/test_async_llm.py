@@ -220,6 +220,32 @@ def fail_in_the_third_step(rank, world, path, error):
     return asyncio.run(main())
 
 
+def test_a_request_that_fails_leaves_the_others_alone(llm):
+    everything = range(llm.prompt_reader.vocab_size)
+    poison = SamplingParams(max_tokens=4, min_tokens=2, n=2, stop_token_ids=everything)
+
+    async def among_others():
+        innocent = asyncio.create_task(collect(llm, [5, 6, 7], LONG))
+        with pytest.raises(ValueError, match="min_tokens=2 of prompt 0 forbids every token"):
+            await collect(llm, [1], poison)
+        pieces = await innocent
+        assert len(pieces) == 120 and pieces[-1].output.finish_reason == "length"
+        await until(lambda: is_empty(llm))
+        assert [piece.token_id for piece in await collect(llm, [5, 6, 7], LONG)] == pieces[-1].output.token_ids
+
+    asyncio.run(among_others())
+
+
+def test_names_of_their_own_do_not_clash_with_given_ones(llm):
+    async def named_and_not():
+        named = asyncio.create_task(collect(llm, [5], LONG, request_id="request-1"))
+        others = await asyncio.gather(*(collect(llm, [6], PARAMS) for _ in range(4)))
+        ids = {pieces[0].request_id for pieces in others}
+        assert len(ids | {"request-1"}) == 5 and len(await named) == 120
+
+    asyncio.run(named_and_not())
+
+
 @pytest.mark.parametrize("error", [ValueError("not finite"), ZeroDivisionError("by zero")])
 def test_an_error_of_the_engine_reaches_every_request_and_every_rank(path, error):
     errors, follower = run_on_ranks(2, fail_in_the_third_step, path, error, expect_errors=True)

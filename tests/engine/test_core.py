@@ -76,6 +76,64 @@ def test_an_error_in_a_step_leaves_an_engine_that_can_be_cleared():
     assert not engine.has_work
 
 
+class Tokenizer:
+    """Cannot decode one token."""
+
+    def __init__(self, bad):
+        self.bad = bad
+
+    def decode(self, tokens, skip_special_tokens=True):
+        if self.bad in tokens:
+            raise LookupError("no such token")
+        return "".join(map(chr, tokens))
+
+
+def test_what_goes_wrong_with_one_request_of_many_ends_that_one():
+    """As `AsyncLLM` has it: requests of one call fail together instead."""
+    prompts = [[1, 2, 3], [4, 5], [6, 7]]
+    second = greedy_alone(prompts[2], 4)[1]
+    engine = make_engine(tell_outcomes=False, tokenizer=Tokenizer(second), num_blocks=60)
+    poisoned = request(1, prompts[1], 4, min_tokens=2, stop_token_ids=range(97))
+    unreadable = request(2, prompts[2], 4, stop=["~"])
+    innocent = request(0, prompts[0], 4)
+    engine.add([innocent, poisoned, unreadable])
+    failures = []
+    while engine.has_work:
+        engine.step()
+        failures += engine.take_failures()
+    assert [(r.index, type(error)) for r, error in failures] == [(1, ValueError), (2, LookupError)]
+    assert "min_tokens=2 of prompt 1 forbids every token" in str(failures[0][1])
+    assert poisoned.finish_reason == unreadable.finish_reason == "abort" and not poisoned.token_ids
+    assert innocent.token_ids == greedy_alone(prompts[0], 4) and innocent.finish_reason == "length"
+    assert run(engine, [request(9, prompts[1], 4)]) == [greedy_alone(prompts[1], 4)]
+
+
+def test_a_request_that_no_pool_can_hold_ends_alone_also_while_others_run():
+    made = []
+
+    def no_memory_above(limit, make):
+        def make_runner(blocks):
+            if blocks > limit:
+                raise ValueError(f"no memory for {blocks} blocks")
+            made.append(blocks)
+            return make(blocks)
+
+        return make_runner
+
+    engine = make_engine(tell_outcomes=False)
+    engine._make_runner = no_memory_above(50, engine._make_runner)
+    first, huge, later = request(0, [1] * 8, 5), request(1, [2], 10_000), request(2, [3] * 30, 20)
+    engine.add([first])
+    engine.step()
+    engine.add([huge])
+    engine.add([later])
+    run(engine)
+    ((failed, error),) = engine.take_failures()
+    assert failed is huge and "no memory for" in str(error) and huge.finish_reason == "abort"
+    assert first.token_ids == greedy_alone(first.prompt, 5) and later.token_ids == greedy_alone(later.prompt, 20)
+    assert made == [3, 13]
+
+
 def test_steps_hand_out_tokens_in_the_order_of_the_batch():
     engine = make_engine(prefill_chunk_size=3)
     requests = [request(0, [1], 2), request(1, [1, 2, 3], 1), request(2, [7], 3)]

@@ -355,11 +355,13 @@ def test_stop_tokens_wait_for_min_tokens():
     assert one.token_ids == [2, 2, 3]
 
 
-def test_a_request_without_any_allowed_token_is_refused():
-    logits = torch.full((1, 4), -math.inf)
-    logits[0, 1] = 1.0
-    with pytest.raises(ValueError, match="min_tokens=1 of prompt 6 forbids every token"):
-        Sampler(4).sample(logits, [plain(request(6, [0], min_tokens=1, stop_token_ids=[1]))])
+def test_a_request_without_any_allowed_token_is_an_error_of_its_own():
+    logits = torch.full((2, 4), -math.inf)
+    logits[:, 1] = 1.0
+    entries = [plain(request(6, [0], min_tokens=1, stop_token_ids=[1])), plain(request(7, [0], logprobs=True))]
+    failed, other = Sampler(4).sample(logits, entries)
+    assert "min_tokens=1 of prompt 6 forbids every token" in str(failed.error) and not failed.tokens
+    assert other == ([1], [0.0], [], None)
 
 
 def test_a_bias_of_no_token_is_refused():
@@ -476,15 +478,17 @@ def test_nothing_sampled_is_nothing():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite_are_refused(bad, temperature):
+def test_logits_that_are_not_finite_are_an_error_of_their_request(bad, temperature):
     logits = torch.zeros(5, 8)
     logits[3, 5] = bad
     requests = [request(i, [1, 2, 3], temperature=temperature) for i in range(3)]
     entries = [plain(requests[0]), Entry(requests[1], (4, 5), (), True), plain(requests[2])]
-    with pytest.raises(ValueError, match="logits of prompt 1 hold NaN or infinity after 3 tokens"):
-        Sampler(8).sample(logits, entries)
+    first, broken, last = Sampler(8).sample(logits, entries)
+    assert "logits of prompt 1 hold NaN or infinity after 3 tokens" in str(broken.error)
+    assert (broken.tokens, broken.logprobs, broken.prompt_logprobs) == ([], [], [])
+    assert first.error is last.error is None and len(first.tokens) == len(last.tokens) == 1
 
 
-def test_a_row_without_any_token_is_refused():
-    with pytest.raises(ValueError, match="logits of prompt 0 hold NaN or infinity"):
-        Sampler(8).sample(torch.full((1, 8), -math.inf), [plain(request(0))])
+def test_a_row_without_any_token_is_an_error():
+    (result,) = Sampler(8).sample(torch.full((1, 8), -math.inf), [plain(request(0))])
+    assert "logits of prompt 0 hold NaN or infinity" in str(result.error)
