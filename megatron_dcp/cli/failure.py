@@ -102,10 +102,38 @@ def _wait_for_other_ranks() -> None:
 
     if not distributed.is_initialized() or distributed.get_world_size() == 1:
         return
+    # A thread, left behind if need be: a store whose host is frozen does not answer, and its calls know no time limit.
+    waiting = threading.Thread(target=_count_failed_ranks, daemon=True)
+    with _silent_stderr():
+        waiting.start()
+        waiting.join(GRACE_S + 1.0)  # a little longer than it lasts where the store answers
+
+
+def _count_failed_ranks() -> None:
+    """Add this rank to those that have failed and return when all have, or the time is over."""
+    from torch import distributed
+
+    deadline = time.monotonic() + GRACE_S
     with contextlib.suppress(Exception):  # best effort, on a world that may be broken; the error is out already
         store = distributed.distributed_c10d._get_default_store()
-        deadline = time.monotonic() + GRACE_S
         failed = store.add("megatron_dcp/failed", 1)
         while failed < distributed.get_world_size() and time.monotonic() < deadline:
             time.sleep(0.05)
             failed = store.add("megatron_dcp/failed", 0)
+
+
+@contextlib.contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """Drop what C++ writes to stderr: a stack of some 15 lines where the host of the store has died."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
