@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from megatron_dcp._mcore import build_model, local_layer_spec
     from megatron_dcp.checkpoint import convert, load_model
     from megatron_dcp.config import CacheConfig, EngineConfig, ParallelConfig
-    from megatron_dcp.engine.async_llm import AsyncLLM
-    from megatron_dcp.engine.llm import LLM
+    from megatron_dcp.engine.async_llm import AsyncLLM, StreamOutput
+    from megatron_dcp.engine.llm import LLM, Token
     from megatron_dcp.engine.params import SamplingParams
     from megatron_dcp.engine.prometheus import prometheus_text
     from megatron_dcp.engine.request import RequestOutput
     from megatron_dcp.engine.stats import EngineStats
     from megatron_dcp.layers import dcp_layer_spec, enable_dcp
+    from megatron_dcp.metrics import Metrics
     from megatron_dcp.model_config import ModelConfig
 
 __version__ = "0.1.0"
@@ -33,9 +34,12 @@ _HOME = {
     "prometheus_text": "engine.prometheus",
     "RequestOutput": "engine.request",
     "SamplingParams": "engine.params",
+    "StreamOutput": "engine.async_llm",
+    "Token": "engine.llm",
     "CacheConfig": "config",
     "EngineConfig": "config",
-    "ModelConfig": "config",
+    "Metrics": "metrics",
+    "ModelConfig": "model_config",
     "ParallelConfig": "config",
     "build_model": "_mcore",
     "local_layer_spec": "_mcore",
@@ -53,10 +57,13 @@ __all__ = [
     "CacheConfig",
     "EngineConfig",
     "EngineStats",
+    "Metrics",
     "ModelConfig",
     "ParallelConfig",
     "RequestOutput",
     "SamplingParams",
+    "StreamOutput",
+    "Token",
     "build_model",
     "convert",
     "dcp_layer_spec",

@@ -29,6 +29,12 @@ def check_at_least(name: str, value: int, bound: int) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number >= {bound}")
 
 
+def check_flag(name: str, value: Any, why: str = "") -> None:
+    """Raise ``ValueError``, with ``why`` at its end, unless ``value`` is a bool: ``"no"`` would count as true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} must be True or False{why}")
+
+
 def check_interleave(name: str, interleave: int, block_size: int) -> None:
     """Raise ``ValueError`` with the legal sizes unless both are whole numbers and ``interleave`` divides the block."""
     check_at_least("block_size", block_size, 1)
@@ -198,6 +204,7 @@ class EngineConfig:
     log_interval_s: float = 10.0
 
     def __post_init__(self) -> None:
+        check_flag("prefix_caching", self.prefix_caching)
         check_at_least("num_draft_tokens", self.num_draft_tokens, 0)
         number = isinstance(self.log_interval_s, int | float) and not isinstance(self.log_interval_s, bool)
         if not number or not self.log_interval_s >= 0:

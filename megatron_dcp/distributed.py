@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 _time_limit: timedelta | None = None
+_LONGEST_S = 1e9  # about 30 years; the clocks of the back ends count nanoseconds in 64 bits
 
 
 def initialize_distributed(timeout_s: float = 600.0, backend: str | None = None) -> None:
     """Initialise ``torch.distributed`` from torchrun's environment, or as one process where there is none.
 
-    Does nothing where it is initialised already.
+    Does nothing but check ``timeout_s`` where it is initialised already.
 
     Args:
         timeout_s: Seconds after which a collective that some rank never joins fails, in these groups and in those
@@ -22,13 +23,14 @@ def initialize_distributed(timeout_s: float = 600.0, backend: str | None = None)
         backend: ``None``: ``nccl`` where there are GPUs, else ``gloo``.
 
     Raises:
-        ValueError: More processes on this machine than GPUs, or a time limit that is not positive.
+        ValueError: More processes on this machine than GPUs, or a time limit outside (0, 1e9].
     """
     global _time_limit
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not number or not 0 < timeout_s <= _LONGEST_S:
+        raise ValueError(f"timeout_s={timeout_s!r} must be a number of seconds above 0 and at most {_LONGEST_S:g}")
     if dist.is_initialized():
         return
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s={timeout_s!r} must be above 0 seconds")
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if "nccl" in backend and "LOCAL_RANK" in os.environ:
         _set_device(int(os.environ["LOCAL_RANK"]))

@@ -93,6 +93,8 @@ def test_orthogonal_knows_no_bound():
         (lambda: ParallelConfig(dcp_layout="inside"), "use one of orthogonal, within_tp"),
         (lambda: CacheConfig(block_size=12, kv_interleave_size=5), "use one of 1, 2, 3, 4, 6, 12"),
         (lambda: CacheConfig(num_blocks=1, bytes_per_rank=1), "give one of them"),
+        (lambda: EngineConfig(prefix_caching="no"), "prefix_caching='no' must be True or False"),
+        (lambda: EngineConfig(prefix_caching=1), "prefix_caching=1 must be True or False"),
         (lambda: EngineConfig(exchange="p2p"), "use one of fold, all_reduce, ag_rs, a2a"),
         (lambda: EngineConfig(exchange="fold").exchange_for("within_tp"), "use exchange='a2a'"),
         (lambda: dataclasses.replace(MODEL, num_query_groups=4), "does not divide num_attention_heads=6"),

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import megatron_dcp
+
 PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
 
 # Left to right: a module imports what stands left of it, and its own part; parts of one level are strangers.
@@ -188,6 +190,15 @@ def test_package_itself_is_light() -> None:
         "import sys, megatron_dcp; print(*(m for m in ('torch', 'megatron', 'numpy') if m in sys.modules))"
     )
     assert out.split() == []
+
+
+def test_every_public_name_is_there() -> None:
+    """And nothing that can be had is left out of ``__all__``, which is what ``import *`` brings."""
+    for name in megatron_dcp.__all__:
+        assert getattr(megatron_dcp, name).__name__ == name
+    assert set(megatron_dcp.__all__) == set(megatron_dcp._HOME)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        megatron_dcp.nothing  # noqa: B018
 
 
 def test_import_has_no_side_effects() -> None:

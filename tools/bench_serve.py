@@ -162,23 +162,18 @@ def _ours(
     block = arguments.block_size * size
     needed = sorted((-(-(len(one.prompt) + one.new_tokens) // block) for one in trace), reverse=True)
     done = Round([], 1.0)
-    with world.turn(size) as joins:
-        if joins:
-            llm = AsyncLLM(
-                model,
-                cache=CacheConfig(
-                    block_size=arguments.block_size, num_blocks=2 * sum(needed[: arguments.max_num_seqs])
-                ),
-                engine=EngineConfig(
-                    max_num_seqs=arguments.max_num_seqs,
-                    prefill_chunk_size=arguments.chunk,
-                    prefix_caching=prefix_caching,
-                ),
-            )
-            if llm.is_driver:
-                done = asyncio.run(_serve(llm, trace))
-            else:
-                llm.follow()
+    with world.turn(size):
+        llm = AsyncLLM(
+            model,
+            cache=CacheConfig(block_size=arguments.block_size, num_blocks=2 * sum(needed[: arguments.max_num_seqs])),
+            engine=EngineConfig(
+                max_num_seqs=arguments.max_num_seqs, prefill_chunk_size=arguments.chunk, prefix_caching=prefix_caching
+            ),
+        )
+        if llm.is_driver:
+            done = asyncio.run(_serve(llm, trace if world.rank == 0 else []))
+        else:
+            llm.follow()
     return done
 
 

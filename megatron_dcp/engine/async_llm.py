@@ -62,8 +62,9 @@ class AsyncLLM(Front):
 
     A thread of the driver steps the engine from the start on; until `shutdown` the ranks of the replica may not
     communicate otherwise, and the model is in eval mode. What goes wrong with one request is an error for that one.
-    Where the engine itself fails, every request and every rank gets the error, and no request is taken any more. A server should have a pool of a configured size (``cache``): without one,
-    a request that does not fit beside those that run waits until they have ended.
+    Where the engine itself fails, every request and every rank gets the error, and no request is taken any more. A
+    server should have a pool of a configured size (``cache``): without one, a request that does not fit beside those
+    that run waits until they have ended.
 
     Arguments and errors: see `Front`.
     """

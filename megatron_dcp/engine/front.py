@@ -13,30 +13,34 @@ import torch
 from megatron_dcp import parallel_state
 from megatron_dcp._cpu import default_device
 from megatron_dcp.cache import KVLayout
-from megatron_dcp.checkpoint import load_tokenizer
 from megatron_dcp.comm.consensus import same_on_all
-from megatron_dcp.config import CacheConfig, DcpLayout, DtypeName, EngineConfig, check_choice
-from megatron_dcp.distributed import initialize_distributed
+from megatron_dcp.config import CacheConfig, DcpLayout, DtypeName, EngineConfig
 from megatron_dcp.engine.core import Engine, Sampled
 from megatron_dcp.engine.follower import Follower, Runner
 from megatron_dcp.engine.link import Link
-from megatron_dcp.engine.loading import initialize_groups, load_checkpoint, on_all_ranks
+from megatron_dcp.engine.loading import (
+    DTYPES,
+    attach,
+    find_tokenizer,
+    initialize_groups,
+    load_checkpoint,
+    on_all_ranks,
+    start,
+)
 from megatron_dcp.engine.prompts import PromptReader
 from megatron_dcp.engine.request import Request, RequestOutput
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.engine.sampler import Sampler
 from megatron_dcp.engine.stats import EngineStats
 from megatron_dcp.engine.stops import StopStrings
-from megatron_dcp.layers import enable_dcp
 from megatron_dcp.metrics import Metrics
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Front:
     """A Megatron model with the KV cache of every sequence sharded over the DCP group, ready to generate.
 
     One rank of a replica, the *driver*, holds the requests, schedules and samples; the others compute what it says.
+    All ranks of the world make one together.
 
     Args:
         model: Directory of a checkpoint in any format that `megatron_dcp.load_model` reads, or a Megatron
@@ -89,6 +93,19 @@ class Front:
         timeout_s: float = 600.0,
         metrics: Metrics | None = None,
     ) -> None:
+        self._live, eos_token_ids = on_all_ranks(
+            start,
+            model,
+            timeout_s,
+            eos_token_ids,
+            cache=cache,
+            engine=engine,
+            metrics=metrics,
+            dtype=dtype,
+            device=device,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+        )
         self.cache_config = cache or CacheConfig()
         self.engine_config = engine or EngineConfig()
         self.metrics = Metrics() if metrics is None else metrics
@@ -100,30 +117,28 @@ class Front:
             "expert_model_parallel_size": expert_model_parallel_size,
             "expert_tensor_parallel_size": expert_tensor_parallel_size,
         }
-        initialize_distributed(timeout_s)
+        kind = "a live model" if self._live else "a checkpoint"
+        assert torch.distributed.group.WORLD is not None
+        same_on_all(kind, torch.distributed.group.WORLD, "the kind of model")
+        path = None
         if isinstance(model, torch.nn.Module):
-            _refuse("a live model keeps its own", dtype=dtype, device=device)
-            self._live = True
-            bare = enable_dcp(model)
+            bare, vocab_size = on_all_ranks(attach, model, vocab_size)
             initialize_groups(sizes)
             self.model, context, eos = model, bare.max_sequence_length, set()
-            vocab_size = bare.vocab_size if vocab_size is None else vocab_size
         else:
-            self._live = False
-            _refuse("a checkpoint states its own", vocab_size=vocab_size)
-            check_choice("dtype", dtype or "float32", tuple(DTYPES))
             path = os.fspath(model)
-            self.model, config = load_checkpoint(path, sizes, DTYPES[dtype or "float32"], device or default_device())
+            device = default_device() if device is None else device
+            self.model, config = load_checkpoint(path, sizes, DTYPES[dtype or "float32"], device)
             context, vocab_size, eos = config.max_position_embeddings, config.vocab_size, set(config.eos_token_ids)
-            tokenizer = tokenizer or on_all_ranks(load_tokenizer, path)
-        self.tokenizer = tokenizer
+        self.tokenizer = tokenizer = on_all_ranks(find_tokenizer, tokenizer, path)
         if getattr(tokenizer, "eos_token_id", None) is not None:
             eos.add(tokenizer.eos_token_id)
         self.groups = parallel_state.get_process_group_collection()
-        self.engine_config.exchange_for(self.groups.dcp_layout)  # now, not at the first call
+        on_all_ranks(self.engine_config.exchange_for, self.groups.dcp_layout)  # now, not at the first call
         parameter = next(self.model.parameters())
         self._device = parameter.device
         settings = {"cache": self.cache_config, "engine": self.engine_config, "dtype": parameter.dtype}
+        settings["vocab_size"] = vocab_size
         pairs = [(name, str(value)) for name, value in settings.items()]
         same_on_all(pairs, self.groups.dcp_replica, "the settings of the LLM")
         self.layout = KVLayout(
@@ -239,12 +254,6 @@ class Front:
             max_sequence_length=self.prompt_reader.max_sequence_length,
             metrics=self.metrics,
         )
-
-
-def _refuse(why: str, **arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(f"{name}={value!r} cannot be given: {why}; leave it out")
 
 
 @contextmanager

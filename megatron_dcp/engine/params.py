@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dcp.config import check_at_least
+from megatron_dcp.config import check_at_least, check_flag
 
 LARGEST_BIAS = 1e9
 LARGEST_SEED = 2**63 - 1
+MOST_SAMPLES = 2**16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class SamplingParams:
         max_tokens: Most tokens to generate. A sequence also ends where the model's context ends.
         min_tokens: Tokens to generate before the sequence may end: until then no end-of-text or stop token is chosen,
             and no stop string ends it.
-        n: Samples of the same prompt, each with random numbers of its own.
+        n: Samples of the same prompt, each with random numbers of its own; at most 65536.
         temperature: Logits are divided by it; 0 is greedy (of equal logits the lowest token id wins).
         top_k: Only the ``top_k`` most likely tokens can be drawn (of equals the lowest ids); 0 for no limit.
         top_p: Only the smallest set of most likely tokens whose probability reaches ``top_p`` can be drawn; applied
@@ -41,7 +42,7 @@ class SamplingParams:
             one.
         stop_token_ids: Tokens that end the sequence, besides the model's end-of-text tokens.
         ignore_eos: Do not end at the model's end-of-text tokens.
-        logprobs: Also return the log-probability of every generated token.
+        logprobs: Also return the log-probability of every generated token; those of other tokens are not to be had.
         prompt_logprobs: Also return the log-probability of every token of the prompt but the first.
         cache_salt: Cached prefixes are shared only between requests of the same salt: name what else the keys depend
             on, as an adapter does, or who may see that a prefix is known.
@@ -68,10 +69,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        check_flag("ignore_eos", self.ignore_eos)
+        only_chosen = "; there are no log-probabilities of the top k tokens, only that of the token itself"
+        check_flag("logprobs", self.logprobs, only_chosen)
+        check_flag("prompt_logprobs", self.prompt_logprobs, only_chosen)
         for name, value in (
             ("logit_bias", _bias(self.logit_bias)),
             ("stop", _stop_strings(self.stop)),
-            ("stop_token_ids", _stop_tokens(self.stop_token_ids)),
+            ("stop_token_ids", token_ids("stop_token_ids", self.stop_token_ids)),
         ):
             object.__setattr__(self, name, value)
 
@@ -93,6 +98,8 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower the one or raise the other"
             )
         check_at_least("n", self.n, 1)
+        if self.n > MOST_SAMPLES:
+            raise ValueError(f"n={self.n} must be at most {MOST_SAMPLES}; give the prompt several times for more")
         check_at_least("top_k", self.top_k, 0)
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r} must be a finite number >= 0; 0 is greedy")
@@ -140,16 +147,17 @@ def _stop_strings(stop: Sequence[str]) -> tuple[str, ...]:
     return strings
 
 
-def _stop_tokens(stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-    if isinstance(stop_token_ids, str):
-        raise ValueError(f"stop_token_ids={stop_token_ids!r} must be a list of token ids; stop takes strings")
-    tokens = _as_tuple("stop_token_ids", stop_token_ids, "token ids")
+def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """``values`` as a tuple; ``ValueError`` naming the argument ``name`` unless they are token ids."""
+    if isinstance(values, str | bytes | Mapping):
+        raise ValueError(f"{name}={values!r} must be a list of token ids, as in [2]")
+    tokens = _as_tuple(name, values, "token ids")
     for token in tokens:
-        check_at_least("a stop token id", token, 0)
+        check_at_least(f"a token id of {name}", token, 0)
     return tokens
 
 
-def _as_tuple(name: str, values: Sequence, kind: str) -> tuple:
+def _as_tuple(name: str, values: Iterable, kind: str) -> tuple:
     try:
         return tuple(values)
     except TypeError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_dcp.engine.request import Request
 
 Prompt = str | Sequence[int]
 _SHOWN = 80  # characters of a prompt in an error
+_NO_PROMPT = (bytes, Mapping, Set)  # they can be iterated over, but hold no tokens, or none in order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class PromptReader:
             return list(self.tokenizer.encode(prompt))
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
-        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
-            raise ValueError(f"prompt {index} is {prompt!r}; give text or a list of token ids")
+        if isinstance(prompt, _NO_PROMPT) or not isinstance(prompt, Iterable):
+            raise ValueError(f"prompt {index} is {_short(prompt)}; give text or a list of token ids")
         tokens = list(prompt)
         try:
             if any(isinstance(token, bool) for token in tokens):
@@ -130,14 +131,19 @@ def _shown(token: int) -> str:
     return str(token) if token.bit_length() <= 64 else f"of {token.bit_length()} bits"
 
 
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
 def _as_list(prompts: Any) -> list[Any]:
     """``prompts`` as a list, also where it is a single text or a single list of token ids."""
     if isinstance(prompts, str):
         return [prompts]
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts={prompts!r} must be text, a list of token ids, or a list of such")
+    if isinstance(prompts, _NO_PROMPT) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={_short(prompts)} must be text, a list of token ids, or a list of such")
     listed = list(prompts)
     if listed and all(hasattr(item, "__index__") and not hasattr(item, "__len__") for item in listed):
         return [listed]
@@ -147,6 +153,14 @@ def _as_list(prompts: Any) -> list[Any]:
 def _one_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    wrong = (
+        [item for item in params if not isinstance(item, SamplingParams)] if isinstance(params, Sequence) else [params]
+    )
+    if wrong:
+        raise ValueError(
+            f"sampling_params must be SamplingParams or a list of them, not {_short(wrong[0])}; "
+            "write them as in SamplingParams(max_tokens=3)"
+        )
     if len(params) != count:
         raise ValueError(f"{len(params)} sampling parameters for {count} prompts; give one for all, or one for each")
     return params

@@ -1,5 +1,7 @@
 """Real models through the front door. That tokens and logits are exact on all ranks and layouts: test_exactness.py."""
 
+import re
+
 import pytest
 import torch
 
@@ -193,6 +195,39 @@ def test_arguments_that_contradict_each_other(llm):
         LLM(path, dcp_layout="within_tp", engine=EngineConfig(exchange="fold"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(cache={"num_blocks": 3}), r"cache=\{'num_blocks': 3\} must be of type CacheConfig; leave it out"),
+        (dict(engine={}), r"engine=\{\} must be of type EngineConfig"),
+        (dict(metrics=3), "metrics=3 must be of type Metrics"),
+        (dict(eos_token_ids=5), "eos_token_ids=5 must be a list of token ids"),
+        (dict(eos_token_ids="a"), "eos_token_ids='a' must be a list of token ids"),
+        (dict(eos_token_ids=["a"]), "a token id of eos_token_ids='a' must be a whole number"),
+        (dict(eos_token_ids=[-1]), "a token id of eos_token_ids=-1 must be a whole number >= 0"),
+        (dict(tokenizer=3), "tokenizer=3 must have the methods encode and decode"),
+        (dict(dtype=""), "dtype='' is not known; use one of float32"),
+        (dict(device="foo"), "device='foo' is not known; use 'cpu'"),
+        (dict(device=""), "device='' is not known"),
+        (dict(device="meta"), "device='meta' is not known"),
+        (dict(device="cuda:99"), r"device='cuda:99' is not there: this machine has \d GPUs; use 'cpu'"),
+        (dict(model=5), "model=5 must be the directory of a checkpoint or a Megatron GPTModel"),
+        (dict(timeout_s=-1), "timeout_s=-1 must be a number of seconds above 0"),
+        (dict(timeout_s="1"), "timeout_s='1' must be"),
+        (dict(timeout_s=float("inf")), "timeout_s=inf must be .* at most 1e\\+09"),
+    ],
+)
+def test_wrong_types_are_refused_by_name(llm, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        LLM(**{"model": tiny_model("llama", tokenizer=True, positions=64), **arguments})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_has_to_be_there(llm):
+    with pytest.raises(ValueError, match="device='cuda' is not there: this machine has 0 GPUs; use 'cpu'"):
+        LLM(tiny_model("llama", tokenizer=True, positions=64), device="cuda")
+
+
 def test_groups_are_gone_after_a_checkpoint_that_does_not_load(tmp_path):
     with pytest.raises(ValueError):
         LLM(tmp_path / "nothing")
@@ -253,6 +288,68 @@ def settings_that_differ(rank, world, path, by_rank):
 def test_settings_that_differ_between_ranks_are_an_error_on_every_rank(by_rank):
     errors = run_on_ranks(2, settings_that_differ, str(tiny_model("llama")), by_rank, expect_errors=True)
     assert all(isinstance(error, ValueError) and "the settings of the LLM" in str(error) for error in errors), errors
+
+
+MISTAKES = [
+    (dict(decode_context_parallel_size=1), "decode_context_parallel_size=1 differs from the 2 of the groups"),
+    (dict(dtype="int8"), "dtype='int8' is not known"),
+    (dict(vocab_size=5), "vocab_size=5 cannot be given"),
+    (dict(cache={}), "cache={} must be of type CacheConfig"),
+    (dict(eos_token_ids=["a"]), "a token id of eos_token_ids='a'"),
+    (dict(tokenizer=3), "tokenizer=3 must have the methods"),
+    (dict(device="foo"), "device='foo' is not known"),
+    (dict(timeout_s=-1), "timeout_s=-1 must be a number of seconds above 0"),
+    (dict(model=5), "model=5 must be the directory"),
+    (dict(engine=EngineConfig(exchange="fold")), "exchange='fold'"),
+]
+
+
+def mistakes_of(rank, world, path, mistaken):
+    """What each rank hears of arguments that only rank ``mistaken`` gives, and whether all are in step afterwards."""
+    right = dict(model=path, tensor_model_parallel_size=2, dcp_layout="within_tp", engine=EngineConfig(exchange="a2a"))
+    LLM(**right, decode_context_parallel_size=2)
+    errors = []
+    for arguments, _ in MISTAKES:
+        with pytest.raises(ValueError) as error:
+            LLM(**{**right, **(arguments if rank == mistaken else {})})
+        errors.append(str(error.value))
+    return errors, LLM(**right).generate([1], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids
+
+
+@pytest.mark.parametrize("mistaken", [0, 1])
+def test_arguments_that_one_rank_gets_wrong_are_an_error_on_every_rank(mistaken):
+    path = str(tiny_model("llama", hidden=48, heads=6, kv_heads=1))
+    results = run_on_ranks(2, mistakes_of, path, mistaken)
+    for rank, (errors, tokens) in enumerate(results):
+        assert tokens == results[0][1] and len(tokens) == 3
+        for (_, message), error in zip(MISTAKES, errors, strict=True):
+            assert message in error
+            assert (f"rank {mistaken} failed with" in error) == (rank != mistaken)
+
+
+def live_here(rank, world, path, differs):
+    """A live model whose arguments, or which itself, one rank has another of."""
+    llm = LLM(path, **sizes(1, world))
+    arguments = [dict(model=llm.model), {"model": llm.model, **differs}][rank]
+    LLM(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ({"decode_context_parallel_size": 1}, "decode_context_parallel_size=1 differs from the 2"),
+        ({"dtype": "float32"}, "dtype='float32' cannot be given: a live model keeps its own"),
+        ({"vocab_size": 10**6}, "vocab_size=1000000 exceeds the "),
+        ({"vocab_size": 0}, "vocab_size=0 must be a whole number >= 1"),
+        ({"vocab_size": 50}, "vocab_size"),
+        ({"model": torch.nn.Linear(1, 1)}, "rank 1 failed|Linear"),
+        ({"model": "path"}, "the kind of model must be the same on ranks"),
+    ],
+    ids=["size", "dtype", "large", "zero", "vocabulary", "model", "kind"],
+)
+def test_a_live_model_that_one_rank_gets_wrong_is_an_error_on_every_rank(differs, message):
+    errors = run_on_ranks(2, live_here, str(tiny_model("llama")), differs, expect_errors=True)
+    assert all(isinstance(error, ValueError) and re.search(message, str(error)) for error in errors), errors
 
 
 def replicas(rank, world, path):

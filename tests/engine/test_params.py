@@ -16,6 +16,7 @@ from megatron_dcp.engine.params import SamplingParams
         ("min_tokens", 129),  # more than the default of max_tokens
         ("n", 0),
         ("n", 2.0),
+        ("n", 2**16 + 1),
         ("temperature", -0.1),
         ("temperature", math.inf),
         ("temperature", math.nan),
@@ -50,11 +51,29 @@ from megatron_dcp.engine.params import SamplingParams
         ("stop_token_ids", [-1]),
         ("stop_token_ids", 5),
         ("stop_token_ids", "5"),
+        ("stop_token_ids", b"5"),
+        ("stop_token_ids", {5: 1}),
+        ("ignore_eos", "no"),
+        ("ignore_eos", 1),
+        ("ignore_eos", None),
+        ("logprobs", 5),
+        ("logprobs", 0),
+        ("prompt_logprobs", 3),
     ],
 )
 def test_bad_values_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=field.removesuffix("_ids").replace("_", ".")):
         SamplingParams(**{field: value})
+
+
+def test_most_samples_may_be_asked_for():
+    assert SamplingParams(n=2**16).n == 2**16
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+def test_the_top_k_log_probabilities_are_not_there(field):
+    with pytest.raises(ValueError, match=rf"^{field}=5 must be True or False; there are no .* of the top k tokens"):
+        SamplingParams(**{field: 5})
 
 
 def test_defaults_are_greedy_and_positional_arguments_are_not_taken():

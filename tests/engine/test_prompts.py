@@ -60,6 +60,10 @@ def test_forms_of_prompts(prompts, tokens):
         (5, "prompts=5"),
         (b"a", "prompts=b'a'"),
         ([b"a"], "prompt 0 is b'a'"),
+        ({"prompt": [1]}, r"prompts=\{'prompt': \[1\]\} must be text, a list of token ids"),
+        ({5, 3}, r"prompts=\{3, 5\} must be text"),
+        ([[1], {5}], r"prompt 1 is \{5\}; give text or a list of token ids"),
+        ([{"prompt": [1] * 90}], r"prompt 0 is \{'prompt': .{60,80}\.\.\.; give text"),
         (torch.tensor([1.5]), "whole numbers|prompt 0"),
     ],
 )
@@ -93,6 +97,14 @@ def test_one_sampling_parameter_for_all_or_one_for_each():
         reader.read([[1], [2]], [SamplingParams()] * 3)
     requests = reader.read([[1], [2]], [SamplingParams(max_tokens=1), SamplingParams(max_tokens=2)])
     assert [r.max_tokens for r in requests] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "params", [{"max_tokens": 3}, [{"max_tokens": 3}], 3, "a", [None], iter([SamplingParams()]), {SamplingParams()}]
+)
+def test_what_is_no_sampling_params_is_refused(params):
+    with pytest.raises(ValueError, match=r"^sampling_params must be SamplingParams or a list .*SamplingParams\(max_"):
+        reader.read([[1]], params)
 
 
 def test_fingerprint_tells_prompts_parameters_and_boundaries_apart():
