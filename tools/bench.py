@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 
 import bench_decode
+import bench_driver
 import bench_mla
 import bench_prefill
 import bench_serve
@@ -19,6 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     bench_decode.add_command(commands)
+    bench_driver.add_command(commands)
     bench_mla.add_command(commands)
     bench_prefill.add_command(commands)
     bench_serve.add_command(commands)

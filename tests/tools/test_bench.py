@@ -116,3 +116,9 @@ def test_serve():
         assert row["same"] == 1.0 and row["out tok/s"] > 0 and 0 < row["TTFT p50 s"] <= row["p95"]
         assert row["TPOT p50 ms"] > 0
     assert rows[0]["prefix hit"] > 0.3 and rows[1]["prefix hit"] == 0 and rows[2]["prefix hit"] > 0.2
+
+
+def test_driver():
+    rows = bench("driver", "--sequences", "1", "3", "--steps", "5", "--vocab", "100", "--prompt", "10")["rows"]
+    assert [row["sequences"] for row in rows] == [1, 3]
+    assert all(0 < row["sampler_ms"] < row["ms_per_step"] for row in rows)
