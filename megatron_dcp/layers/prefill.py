@@ -164,12 +164,13 @@ def exchange_work_bytes(
 
     Args:
         prefill_chunk_size: Most prompt tokens of a step, over all ranks.
-        replicated: Most other tokens.
+        replicated: Most other tokens, at least one for each sequence of a step.
     """
     chunk = prefill_chunk_size
     slabs = 0
     if name == "pass_kv":
-        chunk = -(-chunk // layout.dcp_size) + layout.interleave
+        turn = layout.dcp_size * layout.interleave  # of each sequence a rank may have a part of one more than others
+        chunk = -(-chunk // layout.dcp_size) + min(chunk // turn, replicated) * layout.interleave
     if name in ("auto", "pass_kv") and layout.dcp_size > 1:
         slabs = BUFFERS * _slab_blocks(sizes, layout) * layout.block_size * sizes.per_key
     return 2 * sizes.per_query * (chunk + replicated) + slabs  # twice: partials are packed for their way

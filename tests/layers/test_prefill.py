@@ -123,8 +123,9 @@ def test_work_space_grows_with_the_chunk_alone() -> None:
     slabs = 3 * (4 << 20)
     assert bound("replicated", 100) == 2 * 1000 * 103
     assert bound("pass_q", 100) == 2 * 1000 * 103
-    assert bound("pass_kv", 100) == 2 * 1000 * (51 + 3) + slabs
+    assert bound("pass_kv", 100) == 2 * 1000 * (50 + 3 + 3) + slabs
     assert bound("auto", 100) == 2 * 1000 * 103 + slabs
+    assert bound("pass_kv", 3, 9) == 2 * 1000 * (2 + 1 + 9) + slabs
     one_block = StripeSizes(per_key=1 << 23, per_query=0)  # larger than a slab
     assert exchange_work_bytes(one_block, layout, "pass_kv", prefill_chunk_size=9, replicated=0) == 3 * 8 << 23
 
