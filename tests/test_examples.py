@@ -26,7 +26,8 @@ def test_serve() -> None:
 
 
 def test_generate() -> None:
-    streamed, _, *outputs = run("examples/generate.py")
-    assert streamed.startswith("The harbour was ") and len(streamed) > 20
+    *streamed, _, first, second = run("examples/generate.py")  # the text may have several lines
+    assert streamed[0].startswith("The harbour was") and len("".join(streamed)) > 20
+    outputs = [first, second]
     assert [line[:3] for line in outputs] == ["[0]", "[1]"]
     assert all("mean log-probability -" in line for line in outputs)
