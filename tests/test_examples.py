@@ -26,8 +26,9 @@ def test_serve() -> None:
 
 
 def test_generate() -> None:
-    *streamed, _, first, second = run("examples/generate.py")  # the text may have several lines
+    *streamed, _, first, second, cache = run("examples/generate.py")  # the text may have several lines
     assert streamed[0].startswith("The harbour was") and len("".join(streamed)) > 20
     outputs = [first, second]
+    assert cache.startswith("KV cache: ")
     assert [line[:3] for line in outputs] == ["[0]", "[1]"]
     assert all("mean log-probability -" in line for line in outputs)
