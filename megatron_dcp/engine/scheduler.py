@@ -271,9 +271,9 @@ class Scheduler:
                 continue
             known = len(self.cache.match(request.tokens_between, limit, salt)) * size
             end = known + size
-            if end <= min(limit, other.num_tokens) and other.num_computed < end:
-                if other.tokens_between(0, end) == request.tokens_between(0, end):
-                    return True
+            to_come = other.num_computed < end <= min(limit, other.num_tokens)
+            if to_come and other.tokens_between(0, end) == request.tokens_between(0, end):
+                return True
         return False
 
     def _admit(self, request: Request) -> bool:
