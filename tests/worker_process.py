@@ -94,6 +94,8 @@ def _import_file(function: Function) -> ModuleType:
     except BaseException:
         del sys.modules[function.module]
         raise
+    gc.collect()
+    gc.freeze()  # _clean() need not look through what libraries have made, again and again
     return module
 
 
