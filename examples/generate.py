@@ -38,7 +38,7 @@ def main() -> None:
         for output in outputs:
             mean = sum(output.logprobs) / len(output.logprobs)
             print(f"[{output.index}] {output.text!r} ({output.finish_reason}, mean log-probability {mean:.2f})")
-        print(f"KV cache: {llm.runner.pool.bytes:,} bytes on each rank")
+        print(f"KV cache: {llm.runner.kv_bytes:,} bytes on each rank")
     dist.destroy_process_group()
 
 

@@ -15,12 +15,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
+from megatron_dcp.rope import YarnScaling, inverse_frequencies, softmax_scale, window_inverse_frequencies
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """GELU's tanh approximation."""
+    return F.gelu(x, approximate="tanh")
 
 
 @contextmanager
@@ -91,11 +97,13 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
         kv_channels=config.kv_channels,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
-        gated_linear_unit=config.swiglu,
-        activation_func=F.silu if config.swiglu else F.gelu,
+        gated_linear_unit=config.gated,
+        activation_func=F.silu if config.swiglu else gelu_tanh if config.geglu else F.gelu,
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.add_qkv_bias,
         qk_layernorm=config.qk_layernorm,
+        layernorm_zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        softmax_scale=softmax_scale(config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=tp,
@@ -112,6 +120,10 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+    if config.window_size is not None:
+        fields |= dict(
+            window_size=(config.window_size - 1, 0), window_attn_skip_freq=list(config.window_attn_skip_freq or ())
+        )
     if config.moe is not None:
         fields |= _moe_fields(config.moe)
     if config.mla is None:
@@ -120,8 +132,6 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
 
 
 def _mla_fields(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
-    from megatron_dcp.rope import YarnScaling
-
     fields: dict[str, Any] = dict(vars(mla), qk_layernorm=True, rotary_base=config.rotary_base, rope_type="rope")
     if config.rope_scaling is not None:
         yarn = YarnScaling.of(config.rope_scaling)
@@ -157,8 +167,8 @@ _MOE_ELSEWHERE = ("num_experts", "moe_layer_freq", "moe_router_group_score_topk"
 def local_layer_spec(config: ModelConfig, layers: range | None = None) -> ModuleSpec | TransformerBlockSubmodules:
     """Layers of Megatron's own modules, without TransformerEngine.
 
-    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training, and with MLA, for which Megatron has
-    none without TransformerEngine, :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
+    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training, and with sliding windows, which it
+    has on a GPU only, or MLA, for which Megatron has none without TransformerEngine, :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
 
     Args:
         layers: Numbers (from 0) of the layers that a pipeline stage has; default: all.
@@ -168,11 +178,11 @@ def local_layer_spec(config: ModelConfig, layers: range | None = None) -> Module
     """
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    if config.moe is None:
+    if config.moe is None and not config.layernorm_zero_centered_gamma:
         return _one_layer_spec(config, None)
-    kinds = {0: _one_layer_spec(config, None), 1: _one_layer_spec(config, config.moe)}
+    kinds: dict[bool, Any] = {False: _one_layer_spec(config, None), True: _one_layer_spec(config, config.moe)}
     return TransformerBlockSubmodules(
-        layer_specs=[kinds[config.moe.moe_layer_freq[layer]] for layer in layers or range(config.num_layers)],
+        layer_specs=[kinds[config.is_moe_layer(layer)] for layer in layers or range(config.num_layers)],
         layer_norm=kinds[0].submodules.input_layernorm,
     )
 
@@ -189,7 +199,7 @@ def _one_layer_spec(config: ModelConfig, moe: MoEConfig | None) -> ModuleSpec:
             multi_latent_attention=config.mla is not None,
             normalization=config.normalization,
         )
-    if config.mla is not None:
+    if config.mla is not None or config.window_size is not None:
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
     if moe is not None and moe.group_score_topk != moe.megatron_group_score_topk:
         from megatron_dcp.router import GroupedTopKRouter
@@ -197,7 +207,28 @@ def _one_layer_spec(config: ModelConfig, moe: MoEConfig | None) -> ModuleSpec:
         experts = spec.submodules.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
         submodules = experts.keywords["submodules"] if isinstance(experts, partial) else experts.submodules
         submodules.router = partial(GroupedTopKRouter, group_score_topk=moe.group_score_topk)
+    if config.layernorm_zero_centered_gamma:
+        _use_zero_centered_norms(spec, config)
+    if config.sandwich_norms:
+        _use_norms_behind(spec)
     return spec
+
+
+def _use_zero_centered_norms(spec: ModuleSpec, config: ModelConfig) -> None:
+    from megatron_dcp.gemma import ZeroCenteredRMSNorm
+
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = ZeroCenteredRMSNorm
+    if config.qk_layernorm:
+        attention = spec.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = ZeroCenteredRMSNorm
+
+
+def _use_norms_behind(spec: ModuleSpec) -> None:
+    from megatron_dcp.gemma import PostNormRowParallelLinear
+
+    mlp = spec.submodules.mlp  # a ModuleSpec in Megatron-Core 0.16, a partial in 0.19
+    (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules).linear_fc2 = PostNormRowParallelLinear
+    spec.submodules.self_attention.submodules.linear_proj = PostNormRowParallelLinear
 
 
 def build_model(
@@ -226,7 +257,7 @@ def build_model(
     from megatron.core.models.gpt import GPTModel
 
     from megatron_dcp._cpu import megatron_on_cpu
-    from megatron_dcp.rope import inverse_frequencies
+    from megatron_dcp.gemma import ScaledEmbedding, give_windows_their_rotary
 
     tp, stage, stages = pg_collection.tp.size(), pg_collection.pp.rank(), pg_collection.pp.size()
     check_sizes(config, pg_collection)
@@ -260,6 +291,11 @@ def build_model(
     if config.mla is None:
         # Megatron hard-codes the constants of llama3 scaling; one table serves training forward and decode.
         model.rotary_pos_emb.inv_freq = inv_freq.to(device)
+    if config.window_rotary_base is not None:
+        slides = [bool(each) for each in config.window_attn_skip_freq or ()]
+        give_windows_their_rotary(model, window_inverse_frequencies(config).to(device), slides)
+    if config.scale_embeddings and stage == 0:
+        model.embedding.__class__ = ScaledEmbedding
     model = model.to(device=device, dtype=dtype).eval()
     for module in model.modules():
         if getattr(module, "expert_bias", None) is not None:

@@ -137,6 +137,15 @@ class ModelConfig:
         rope_scaling: ``None`` or the parameters of a scaled RoPE as Hugging Face names them,
             e.g. ``{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, ...}``.
         eos_token_ids: Tokens that end a text.
+        window_size: Keys that a query sees, its own among them, in layers with a sliding window; ``None``: there are
+            no such layers. (Megatron-LM's argument counts the keys before it.)
+        window_attn_skip_freq: For every layer, 1: a sliding window, 0: all keys. Belongs to ``window_size``.
+        window_rotary_base: RoPE base of layers with a sliding window, which then have no scaling; ``None``: as others.
+        softmax_scale: What scores are multiplied with; ``None``: ``kv_channels ** -0.5``.
+        geglu: MLPs are gated by the tanh approximation of GELU; excludes ``swiglu``.
+        layernorm_zero_centered_gamma: Norms multiply with ``1 + weight``.
+        sandwich_norms: A norm behind attention and MLP, too, in front of the residual sum.
+        scale_embeddings: Embeddings are multiplied with ``hidden_size ** 0.5``, rounded to their dtype.
     """
 
     num_layers: int
@@ -161,6 +170,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
+    window_size: int | None = None
+    window_attn_skip_freq: tuple[int, ...] | None = None
+    window_rotary_base: float | None = None
+    softmax_scale: float | None = None
+    geglu: bool = False
+    layernorm_zero_centered_gamma: bool = False
+    sandwich_norms: bool = False
+    scale_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -180,6 +197,33 @@ class ModelConfig:
                 f"moe_layer_freq has {len(self.moe.moe_layer_freq)} entries for num_layers={self.num_layers}; "
                 "it needs one per layer"
             )
+        self._check_windows()
+        if self.swiglu and self.geglu:
+            raise ValueError("swiglu=True and geglu=True exclude each other; set one of them to False")
+        if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
+            raise ValueError("layernorm_zero_centered_gamma=True is supported with normalization='RMSNorm' only")
+
+    def _check_windows(self) -> None:
+        size, freq = self.window_size, self.window_attn_skip_freq
+        if (size is None) != (freq is None):
+            raise ValueError("window_size and window_attn_skip_freq belong together; give both or neither")
+        if size is None or freq is None:
+            if self.window_rotary_base is not None:
+                raise ValueError("window_rotary_base needs window_size and window_attn_skip_freq")
+            return
+        check_at_least("window_size", size, 1)
+        if len(freq) != self.num_layers or set(freq) - {0, 1} or 1 not in freq:
+            raise ValueError(
+                f"window_attn_skip_freq={freq} must hold a 0 or a 1 for each of num_layers={self.num_layers} layers, "
+                "and a 1 somewhere"
+            )
+        if self.mla is not None:
+            raise ValueError("window_size is not supported together with latent attention")
+
+    @property
+    def gated(self) -> bool:
+        """Whether MLPs have a gate."""
+        return self.swiglu or self.geglu
 
     @property
     def cached_kv_heads(self) -> int:

@@ -17,6 +17,7 @@ from megatron_dcp.model_config import ModelConfig
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
@@ -25,15 +26,16 @@ _NEEDED = {
 def inverse_frequencies(config: ModelConfig) -> Tensor:
     """Inverse frequencies of the model's RoPE, fp32 ``[R/2]``, with its scaling applied.
 
-    Knows ``default`` (unscaled), ``linear`` (Chen et al. 2023), ``llama3`` (Llama 3.1 model card) and, for models with
-    MLA, ``yarn`` (Peng et al. 2023).
+    Knows ``default`` (unscaled), ``linear`` (Chen et al. 2023), ``llama3`` (Llama 3.1 model card), ``yarn`` (Peng et
+    al. 2023) and ``dynamic`` (NTK-aware), which scales only texts beyond ``max_position_embeddings``: up to there, and
+    nothing longer is taken, it is unscaled. With latent attention Megatron has ``default`` and ``yarn``.
 
     Raises:
         ValueError: Any other ``rope_type``, or a scaling that lacks a parameter.
     """
     scaling = config.rope_scaling or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    known = ("default", "linear", "llama3") if config.mla is None else ("default", "yarn")
+    known = tuple(_NEEDED) if config.mla is None else ("default", "yarn")
     if rope_type not in known:
         kind = "models without MLA" if config.mla is None else "models with MLA"
         raise ValueError(f"rope_type={rope_type!r} is not supported for {kind}; supported are {', '.join(known)}")
@@ -45,13 +47,36 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
     else:
         rotated = config.mla.qk_pos_emb_head_dim
     if rope_type == "yarn":
-        return YarnScaling.of(scaling).inverse_frequencies(rotated, config.rotary_base)
+        yarn = YarnScaling.of(scaling)
+        if config.mla is not None and (yarn.attention_factor is not None or not yarn.truncate):
+            raise ValueError("attention_factor and truncate=False of yarn are not supported with latent attention")
+        return yarn.inverse_frequencies(rotated, config.rotary_base)
     inv_freq = _unscaled(rotated, config.rotary_base)
     if rope_type == "linear":
         return inv_freq / scaling["factor"]
     if rope_type == "llama3":
         return _llama3(inv_freq, **{name: float(scaling[name]) for name in _NEEDED["llama3"]})
     return inv_freq
+
+
+def window_inverse_frequencies(config: ModelConfig) -> Tensor:
+    """The same for the layers with a sliding window."""
+    if config.window_rotary_base is None:
+        return inverse_frequencies(config)
+    return _unscaled(int(config.kv_channels * config.rotary_percent), config.window_rotary_base)
+
+
+def softmax_scale(config: ModelConfig) -> float | None:
+    """What a model without latent attention multiplies its scores with; ``None``: ``kv_channels ** -0.5``.
+
+    Yarn's concentration, which multiplies the rotated queries and keys, is part of it.
+    """
+    scaling = config.rope_scaling or {}
+    if config.mla is not None or scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return config.softmax_scale
+    if config.rotary_percent != 1.0 or config.window_rotary_base is not None:
+        raise ValueError("yarn is not supported where only a part of a head, or only some layers, are rotated by it")
+    return (config.softmax_scale or config.kv_channels**-0.5) * YarnScaling.of(scaling).concentration ** 2
 
 
 def _unscaled(rotated: int, base: float) -> Tensor:
@@ -78,6 +103,10 @@ class YarnScaling:
 
     Fast dimensions are kept, slow ones stretched by ``factor``, those between blended linearly by their index. The
     defaults of ``mscale`` and ``mscale_all_dim`` are Megatron's, which come to the paper's own concentration.
+
+    Attributes:
+        attention_factor: The concentration, where the factors do not say it.
+        truncate: The bounds between the kinds of dimensions are whole numbers.
     """
 
     factor: float
@@ -86,6 +115,8 @@ class YarnScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
 
     @classmethod
     def of(cls, scaling: dict[str, Any]) -> YarnScaling:
@@ -109,8 +140,10 @@ class YarnScaling:
             wavelength = self.original_max_position_embeddings / (turns * 2 * math.pi)
             return rotated * math.log(wavelength) / (2 * math.log(base))
 
-        low = max(math.floor(index_of(self.beta_fast)), 0)
-        high = min(math.ceil(index_of(self.beta_slow)), rotated - 1)
+        low, high = index_of(self.beta_fast), index_of(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotated - 1)
         steps = torch.arange(rotated // 2, dtype=torch.float32)
         stretched = ((steps - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
         inv_freq = _unscaled(rotated, base)
@@ -119,6 +152,8 @@ class YarnScaling:
     @property
     def concentration(self) -> float:
         """What cosine and sine are multiplied with."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
 
     @property

@@ -38,6 +38,7 @@ class Case:
     order: str = "heads_first"
     scattered: bool = True  # blocks lie anywhere in the pool, rather than one after the other
     score_size: float = 1.0
+    window: int | None = None
 
     def __str__(self) -> str:
         default = Case(sequences=())
@@ -69,6 +70,16 @@ CASES = [
     *(Case(sequences=((1, 700), (1, 650)), block_size=b, scattered=s) for b in (1, 16, 512) for s in (True, False)),
     Case(sequences=((1, 700), (1, 650), (4, 300)), dtype=torch.bfloat16, scattered=False),
     Case(sequences=((1, 300), (9, 300)), dcp_size=2, score_size=1e4),
+]
+
+CASES += [
+    *(Case(sequences=MIXED, dcp_size=d, interleave=i, window=w) for d, i in ((1, 1), (3, 2), (4, 4)) for w in (1, 5)),
+    Case(sequences=MIXED, window=100),
+    Case(sequences=((1, 300), (1, 4), (1, 90)), dcp_size=2, window=64, block_size=16),
+    *(Case(sequences=((60, 100), (50, 50)), dcp_size=2, window=w) for w in (7, 20, 40, 90)),
+    Case(sequences=((300, 900),), window=256, block_size=64, scattered=False, group=8),
+    Case(sequences=((30, 90), (1, 300)), dcp_size=3, window=20, dtype=torch.bfloat16, head_dim=64),
+    Case(sequences=((30, 90), (1, 300)), dcp_size=3, window=20, head_dim=24, v_dim=16),
 ]
 
 # MLA's latent: one KV head, values that are the first dims of the keys.
@@ -123,17 +134,22 @@ def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[Attent
     k_SKH = poisoned(slots, case.kv_heads, case.head_dim, case)
     v_dim = case.v_dim or case.head_dim
     v_SKV = k_SKH[..., :v_dim] if case.v_in_k else poisoned(slots, case.kv_heads, v_dim, case)
-    visible = []
+    visible, hidden = [], []
     for sequence, shard, table in zip(sequences, shards, tables, strict=True):
         own = [table[i // case.block_size] * case.block_size + i % case.block_size for i in range(len(shard))]
         k_SKH[own] = sequence.k_SKH[shard]
         v_SKV[own] = sequence.v_SKV[shard]
         visible += [sum(p <= q for p in shard) for q in sequence.positions]
+        if case.window is not None:
+            hidden += [sum(p <= q - case.window for p in shard) for q in sequence.positions]
+            gone = hidden[-len(sequence.positions)] // case.block_size
+            table[:gone] = [-1] * gone
     batch = AttentionBatch(
         q_lens=tuple(len(s.q_TNH) for s in sequences),
         visible=tuple(visible),
         block_tables=tuple((*table, ABSENT_BLOCK, ABSENT_BLOCK + 1) for table in tables),
         block_size=case.block_size,
+        hidden=tuple(hidden),
     )
     return batch, k_SKH, v_SKV
 
@@ -187,15 +203,16 @@ def check(
                 dcp_size=case.dcp_size,
                 interleave=case.interleave,
                 scale=scale,
+                window=case.window,
             )  # fmt: skip
             for s in sequences
         ]
         compare(out, lse, expected, f"rank {rank}", out_tolerance, atol, rtol)
-        blind = torch.tensor(batch.visible) == 0
+        blind = torch.tensor(batch.visible) == torch.tensor(batch.hidden or 0)
         assert (out[blind] == 0).all() and (lse[blind] == -torch.inf).all(), "0, -inf where no key is seen"
         outs.append(out)
         lses.append(lse)
-    whole = [full_attention(s.q_TNH, s.k_SKH, s.v_SKV, s.positions, scale=scale) for s in sequences]
+    whole = [full_attention(s.q_TNH, s.k_SKH, s.v_SKV, s.positions, scale=scale, window=case.window) for s in sequences]
     compare(*merge_partials(torch.stack(outs), torch.stack(lses)), whole, "merged", out_tolerance, atol, rtol)
 
 

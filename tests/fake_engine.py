@@ -9,7 +9,7 @@ import torch
 
 from megatron_dcp.cache import KVLayout
 from megatron_dcp.config import CacheConfig, EngineConfig
-from megatron_dcp.engine.batch import Entry, Result, SeqStep, StepBatch
+from megatron_dcp.engine.batch import Entry, Result, SeqStep, StepBatch, Window
 from megatron_dcp.engine.core import Engine
 from megatron_dcp.engine.link import Link
 from megatron_dcp.engine.params import SamplingParams
@@ -64,9 +64,20 @@ def greedy_results(entries: Sequence[Entry], logits: torch.Tensor) -> list[Resul
 
 
 class FakeRunner:
-    """Keeps tokens in the slots of all ranks' pools, where the layout says, and reads them back from there."""
+    """Keeps tokens in the slots of all ranks' pools, where the layout says, and reads them back from there.
 
-    def __init__(self, layout: KVLayout, num_blocks: int, prefill_chunk_size: int = 10**9) -> None:
+    With ``window`` also in another pool, of which it reads what a query sees through a sliding window.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        prefill_chunk_size: int = 10**9,
+        window: Window | None = None,
+    ) -> None:
+        self.window = window
+        self.window_slots: dict[tuple[int, int], int] = {}
         self.layout = layout
         self.num_blocks = num_blocks
         self.prefill_chunk_size = prefill_chunk_size
@@ -84,12 +95,28 @@ class FakeRunner:
             assert all(0 <= block < self.num_blocks for block in seq.block_table)
             for position, token in enumerate(seq.token_ids, seq.start):
                 self.slots[self._slot(seq.block_table, position)] = token
+            if self.window is not None:
+                self._write_window(seq)
+        if self.window is not None:
+            for seq in batch.seqs:
+                self._check_window(seq, self.window.tokens)
         rows = []
         for seq in batch.seqs:
             if seq.num_logits:
                 history = self._history(seq)
                 rows += [logits_after(history[: len(history) - i]) for i in reversed(range(seq.num_logits))]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def _write_window(self, seq: SeqStep) -> None:
+        assert len(seq.window_table) == len(seq.block_table)
+        for position, token in enumerate(seq.token_ids, seq.start):
+            self.window_slots[self._slot(seq.window_table, position)] = token
+
+    def _check_window(self, seq: SeqStep, tokens: int) -> None:
+        """The window of the step's first token up to its last one holds what was written there."""
+        history = self._history(seq)
+        for position in range(max(0, seq.start + 1 - tokens), len(history)):
+            assert self.window_slots[self._slot(seq.window_table, position)] == history[position], (seq, position)
 
     def _history(self, seq: SeqStep) -> list[int]:
         return [self.slots[self._slot(seq.block_table, p)] for p in range(seq.start + len(seq.token_ids))]

@@ -54,7 +54,7 @@ def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None
         interleave, exchange, chunk, prefill = (*setting, "auto")[:4]
         cache = CacheConfig(block_size=BLOCK, kv_interleave_size=interleave, num_blocks=300)
         runner = make_runner(model, config, cache=cache, engine=EngineConfig(exchange=exchange, prefill=prefill))
-        for k_SKH, v_SKH in map(runner.pool.layer, range(config.num_layers)):
+        for k_SKH, v_SKH in map(runner.pools[0].layer, range(config.num_layers)):
             k_SKH.fill_(torch.nan), v_SKH.fill_(torch.nan)
         errors[setting] = largest_error(runner, oracle, texts, lens, chunk)
     return errors

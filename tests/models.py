@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+WINDOW_FAMILIES = ("mistral", "gemma3_text")
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
 MOE_FAMILIES = ("mixtral", "qwen3_moe", *MLA_FAMILIES)
 BYTE_VOCAB = 260  # 256 bytes, <eos>, <bos>, two that no text uses
@@ -44,9 +45,10 @@ def tiny_model(
     """Directory of a random model.
 
     Args:
-        family: One of `FAMILIES` or `MOE_FAMILIES`. The latter have 8 experts, of which a token sees 4, and layer 0
+        family: One of `FAMILIES`, `WINDOW_FAMILIES` or `MOE_FAMILIES`. The last have 8 experts, of which a token sees 4, and layer 0
             dense where the family can have that; those of `MLA_FAMILIES` have a KV head per query head, and
-            ``head_dim`` says nothing.
+            ``head_dim`` says nothing. Those of `WINDOW_FAMILIES` have a sliding window of 9, in ``gemma3_text`` in every
+            other layer, from the first on.
         head_dim: Default ``hidden / heads``, but for ``qwen3`` and ``qwen3_moe`` 12, which is not that.
         rope_scaling: Items of the dict, e.g. ``LLAMA3``, or ``YARN`` for `MLA_FAMILIES`.
         tokenizer: Add a byte-level tokenizer; ``vocab_size`` is then at least `BYTE_VOCAB`.
@@ -76,6 +78,17 @@ def tiny_model(
         sizes["head_dim"] = head_dim
     if family in MLA_FAMILIES:
         sizes["num_key_value_heads"] = heads
+    if family in WINDOW_FAMILIES:
+        sizes["sliding_window"] = 9
+    if family == "gemma3_text":
+        kinds = ("sliding_attention", "full_attention")
+        ropes = ({"rope_type": "default", "rope_theta": 500.0}, sizes["rope_parameters"])
+        sizes |= dict(
+            layer_types=[kinds[i % 2] for i in range(layers)],
+            rope_parameters=dict(zip(kinds, ropes, strict=True)),
+            head_dim=head_dim or 12,
+            query_pre_attn_scalar=10,
+        )
     sizes |= _EXPERTS.get(family, {})
     sizes |= {key: list(value) if isinstance(value, tuple) else value for key, value in further.items()}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=getattr(torch, dtype))

@@ -18,12 +18,14 @@ def full_attention(
     k_positions: list[int] | None = None,
     *,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of one sequence: a query sees the keys whose position is not above its own.
 
     Args:
         q_positions: Global position of every query.
         k_positions: Global position of every key; ``None``: ``0 .. S - 1``.
+        window: So many positions a query sees, its own among them; ``None``: all before it.
 
     Returns:
         ``(out_TNV, lse_TN)``, fp64; ``0, -inf`` for a query that sees no key.
@@ -33,7 +35,10 @@ def full_attention(
     group = q_TNH.shape[1] // k_SKH.shape[1]
     k_SNH, v_SNV = (x.double().repeat_interleave(group, dim=1) for x in (k_SKH, v_SKV))
     scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.double(), k_SNH) * scale
-    unseen_TS = torch.tensor(k_positions)[None, :] > torch.tensor(q_positions)[:, None]
+    before_TS = torch.tensor(q_positions)[:, None] - torch.tensor(k_positions)[None, :]
+    unseen_TS = before_TS < 0
+    if window is not None:
+        unseen_TS |= before_TS >= window
     scores_NTS = scores_NTS.masked_fill(unseen_TS, -torch.inf)
     lse_NT = torch.logsumexp(scores_NTS, dim=-1)
     weights_NTS = torch.where(scores_NTS == -torch.inf, 0.0, torch.exp(scores_NTS - lse_NT[..., None]))
@@ -55,7 +60,8 @@ def shard_attention(
     dcp_size: int,
     interleave: int,
     scale: float,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Partial attention over the keys that ``rank`` keeps, out of the keys of a whole sequence (``0 .. S - 1``)."""
     own = shard_positions(len(k_SKH), rank, dcp_size, interleave)
-    return full_attention(q_TNH, k_SKH[own], v_SKV[own], q_positions, own, scale=scale)
+    return full_attention(q_TNH, k_SKH[own], v_SKV[own], q_positions, own, scale=scale, window=window)

@@ -184,7 +184,7 @@ class Ours(Contender):
             max_sequence_length=config.max_position_embeddings,
             metrics=self.metrics,
         )
-        self.kv_bytes = self.runner.pool.bytes
+        self.kv_bytes = self.runner.kv_bytes
         tables = [list(range(blocks * b, blocks * (b + 1))) for b in range(case.batch)]
         self.batch = StepBatch(
             [
@@ -204,7 +204,7 @@ class Ours(Contender):
             slots = layout.slot(table[local // layout.block_size], local)
             for layer in range(self.shape.layers):
                 keys = self.kv.read(layer, sequence, layout.global_position(local, rank), rotated=True)
-                self.runner.pool.write(layer, slots, *keys)
+                self.runner.pools[0].write(layer, slots, *keys)
 
     def _prepare_attention(self, case: Case, tables: list[list[int]]) -> None:
         runner = self.runner
@@ -228,7 +228,7 @@ class Ours(Contender):
             device=runner.device,
         )
         for layer in range(self.shape.layers):
-            runner.backend.attend(self.q_TNH, *runner.pool.layer(layer), plan, scale=head_dim**-0.5)
+            runner.backend.attend(self.q_TNH, *runner.pools[0].layer(layer), plan, scale=head_dim**-0.5)
 
     def step(self) -> Tensor:
         return self.runner.step(self.batch)

@@ -179,7 +179,7 @@ def _read(contender: Prompt, prompt: int, world: World) -> dict[str, Any]:
     everywhere: list[Any] = [None] * contender.ranks
     dist.all_gather_object(everywhere, (spent, live.peak, sent), group=group)
     spent, peak, sent = (max(values) for values in zip(*everywhere, strict=True))
-    logits, bound, pool = contender.logits, contender.runner.work_bytes, contender.runner.pool.bytes
+    logits, bound, pool = contender.logits, contender.runner.work_bytes, contender.runner.kv_bytes
     del contender.runner
     return {
         "s": spent,

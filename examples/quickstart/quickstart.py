@@ -75,7 +75,7 @@ def ask(llm: LLM, text: str, questions: list[Question], say: Callable[..., None]
     if llm.is_driver:
         stats = llm.stats()
         run.prompt_tokens, run.cached_tokens = stats.prompt_tokens, stats.prefix_hit_tokens
-    run.kv_bytes = llm.runner.pool.bytes
+    run.kv_bytes = llm.runner.kv_bytes
     return run
 
 

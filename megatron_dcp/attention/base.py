@@ -6,7 +6,8 @@ Shapes: ``T`` flat query tokens of all sequences, ``S`` slots of the local KV po
 The local index of a key is monotone in its global position, so the keys that a query at global position ``p`` may see
 on a rank are a *prefix* of that rank's shard: its first ``visible = local_length(p + 1, rank)`` keys. Causal masking
 over any number of ranks therefore needs one integer per query token. Prefill is decode with more tokens: the chunk's
-own keys are written to the pool first, then its queries attend to the pool.
+own keys are written to the pool first, then its queries attend to the pool. A layer with a sliding window needs one
+integer more, ``hidden``: the first keys of that prefix that lie before the window.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class BatchTensors:
         visible_T: ``[T]``, local keys that each query token may see.
         kv_lens: ``[B]``, local keys that the last query token of each sequence may see.
         block_tables: ``[B, most blocks]``; entries that no query needs are 0.
+        hidden_T: ``[T]``, local keys at the start that each query token does not see; ``None``: none anywhere.
     """
 
     cu_q_lens: Tensor
     visible_T: Tensor
     kv_lens: Tensor
     block_tables: Tensor
+    hidden_T: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -47,15 +50,18 @@ class AttentionBatch:
         q_lens: Query tokens of each sequence (>= 1), in flat order.
         visible: Local keys that each flat query token may see, length ``T``; never decreases inside a sequence;
             0: none. They are the sequence's first local keys.
-        block_tables: Physical blocks of each sequence. Entries past the visible keys are never read.
+        block_tables: Physical blocks of each sequence. Entries of keys that no query sees are never read.
         block_size: Tokens of a physical block. Local key ``l`` lies in slot
             ``table[l // block_size] * block_size + l % block_size``.
+        hidden: With a sliding window: how many of its ``visible`` keys each query token does not see, at their start;
+            at most all, and like ``visible`` it never decreases inside a sequence. Empty: none.
     """
 
     q_lens: tuple[int, ...]
     visible: tuple[int, ...]
     block_tables: tuple[tuple[int, ...], ...]
     block_size: int
+    hidden: tuple[int, ...] = ()
     _on_device: dict[torch.device, BatchTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +69,7 @@ class AttentionBatch:
         assert all(n >= 1 for n in self.q_lens), self.q_lens
         assert sum(self.q_lens) == len(self.visible), (sum(self.q_lens), len(self.visible))
         assert self.block_size >= 1, self.block_size
+        assert not self.hidden or len(self.hidden) == len(self.visible), (len(self.hidden), len(self.visible))
 
     @property
     def num_tokens(self) -> int:
@@ -80,12 +87,17 @@ class AttentionBatch:
                 starts.append(starts[-1] + q_len)
             kv_lens = [self.visible[end - 1] for end in starts[1:]]
             used = [
-                table[: self.blocks_needed(n)] for table, n in zip(self.block_tables, kv_lens, strict=True)
+                [max(0, block) for block in table[: self.blocks_needed(n)]]
+                for table, n in zip(self.block_tables, kv_lens, strict=True)
             ]  # a kernel may prefetch what it masks later, so unneeded entries must be real blocks
             width = max(1, *map(len, used)) if used else 1
-            tables = [list(table) + [0] * (width - len(table)) for table in used]
+            tables = [table + [0] * (width - len(table)) for table in used]
+            starts_B1, visible_T, kv_lens_B, tables_BC, hidden_T = (
+                torch.tensor(x, dtype=torch.int32).to(device)
+                for x in (starts, self.visible, kv_lens, tables, self.hidden)
+            )
             self._on_device[device] = BatchTensors(
-                *(torch.tensor(x, dtype=torch.int32).to(device) for x in (starts, self.visible, kv_lens, tables))
+                starts_B1, visible_T, kv_lens_B, tables_BC, hidden_T if self.hidden else None
             )
         return self._on_device[device]
 

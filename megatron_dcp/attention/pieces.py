@@ -5,16 +5,18 @@ Shapes: ``Q`` query tokens of a unit, ``G`` query heads per KV head, ``R = Q * G
 A *run* is a stretch of a sequence's keys in consecutive slots. Long runs are read in place, one call per run; short
 ones are gathered into work space first, many at a time. A *unit* is a stretch of query tokens; its *pieces* cover
 disjoint keys, so their partial attentions merge exactly by log-sum-exp. Keys that all tokens of a unit see need no
-mask; the few that only its later tokens see (the chunk's own) form one masked piece. No row of any piece is ever
-without a key, which kernels disagree about.
+mask; the few that only its later tokens see (the chunk's own) form one masked piece, and so do those that only its
+earlier tokens see, where a window slides past them. No row of any piece is ever without a key, which kernels disagree
+about.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,13 +69,15 @@ class Piece:
         keys: A run to read in place, or slots to gather, int64 ``[parts * C]``.
         parts: Equal parts that the keys fall into, the kernel's batch dimension.
         mask: Added to the scores: fp32 ``[parts or 1, 1, R or 1, C]`` of 0 and -inf; ``None``: every row sees all.
-        skip: Query tokens at the unit's start that see none of these keys; ``mask`` has no rows for them.
+        skip, stop: The unit's query tokens ``[skip, stop)`` see some of these keys, the others none; ``mask`` has rows
+            for these only. ``None``: up to the last.
     """
 
     keys: Run | Tensor
     parts: int = 1
     mask: Tensor | None = None
     skip: int = 0
+    stop: int | None = None
 
     @property
     def length(self) -> int:
@@ -86,7 +90,7 @@ class Unit:
 
     Attributes:
         first, stop: Flat query tokens ``[first, stop)`` of one sequence.
-        pieces: Their keys; at least one piece, the first without ``skip``.
+        pieces: Their keys; at least one piece, the first for all of the tokens.
         tokens: Instead of ``[first, stop)``: single tokens of as many sequences, int64 ``[parts]``. The one piece's
             parts then belong to one token each.
     """
@@ -107,30 +111,35 @@ def cut_batch(batch: AttentionBatch, limits: Limits, device: torch.device) -> li
     units: list[Unit] = []
     short: list[tuple[int, list[Run]]] = []
     first = 0
+    hidden = batch.hidden or (0,) * len(batch.visible)
     for q_len, table in zip(batch.q_lens, batch.block_tables, strict=True):
         stop = first + q_len
-        num_keys = batch.visible[stop - 1]
-        if num_keys:
-            runs = find_runs(table, num_keys, batch.block_size)
-            if q_len == 1 and num_keys <= limits.copy_keys:
+        low, high = hidden[first], batch.visible[stop - 1]
+        if low < high:
+            runs = find_runs(table, low, high, batch.block_size)
+            if q_len == 1 and high - low <= limits.copy_keys:
                 short.append((first, runs))
             else:
-                units.extend(_cut_sequence(batch.visible, first, stop, runs, limits, device))
+                seen = Seen([n - low for n in hidden[first:stop]], [n - low for n in batch.visible[first:stop]], first)
+                units.extend(_cut_sequence(seen, runs, limits, device))
         first = stop
     return units + _pad_short(short, limits, device)
 
 
-def find_runs(table: Sequence[int], num_keys: int, block_size: int) -> list[Run]:
-    """Runs of a sequence's first ``num_keys`` keys, in order; blocks that follow each other in the pool join."""
-    blocks = -(-num_keys // block_size)
-    assert blocks <= len(table), f"{num_keys} keys need {blocks} blocks of {block_size}, the table has {len(table)}"
+def find_runs(table: Sequence[int], low: int, high: int, block_size: int) -> list[Run]:
+    """Runs of a sequence's local keys ``[low, high)``, in order; blocks that follow each other in the pool join."""
+    blocks = -(-high // block_size)
+    assert blocks <= len(table), f"{high} keys need {blocks} blocks of {block_size}, the table has {len(table)}"
     runs: list[Run] = []
-    start = 0
-    for index in range(1, blocks):
+    first = start = low // block_size
+    for index in range(first + 1, blocks):
         if table[index] != table[index - 1] + 1:
             runs.append((table[start] * block_size, (index - start) * block_size))
             start = index
-    runs.append((table[start] * block_size, num_keys - start * block_size))
+    runs.append((table[start] * block_size, high - start * block_size))
+    slot, length = runs[0]
+    cut = low - first * block_size
+    runs[0] = slot + cut, length - cut
     return runs
 
 
@@ -154,30 +163,58 @@ def slots_of(runs: Sequence[Run]) -> Tensor:
     return torch.repeat_interleave(slots - begins, lengths) + torch.arange(int(lengths.sum()))
 
 
-def _cut_sequence(
-    visible: Sequence[int], first: int, stop: int, runs: list[Run], limits: Limits, device: torch.device
-) -> list[Unit]:
-    units = []
-    token = bisect_right(visible, 0, first, stop)
-    while token < stop:
-        dense = visible[token]
-        end = min(stop, token + limits.tokens, bisect_right(visible, dense + limits.masked_keys, token, stop))
-        total = visible[end - 1]
-        pieces = []
-        skip = 0
-        if dense < total <= limits.masked_keys and 2 * dense <= total:
-            dense = 0  # a call of its own for a few keys costs more than masking them
-        else:
-            skip = bisect_right(visible, dense, token, end) - token
-        if dense:
-            pieces.extend(_dense_pieces(clip_runs(runs, 0, dense), (end - token) * limits.group, limits, device))
-        if dense < total:
-            tail = clip_runs(runs, dense, total)
-            seen_Q = torch.tensor(visible[token + skip : end]) - dense
-            pieces.append(_masked_piece(tail, seen_Q, skip, limits.group, device))
-        units.append(Unit(token, end, tuple(pieces)))
+class Seen(NamedTuple):
+    """Which of the keys of a sequence's runs each of its query tokens sees: ``[low[i], high[i])``, neither decreasing.
+
+    Attributes:
+        first: Flat number of the first of the tokens.
+    """
+
+    low: list[int]
+    high: list[int]
+    first: int
+
+
+def _cut_sequence(seen: Seen, runs: list[Run], limits: Limits, device: torch.device) -> Iterator[Unit]:
+    token = 0
+    while token < len(seen.low):
+        if seen.low[token] == seen.high[token]:
+            token += 1
+            continue
+        end = _unit_end(seen, token, limits)
+        yield Unit(seen.first + token, seen.first + end, tuple(_cut_unit(seen, token, end, runs, limits, device)))
         token = end
-    return units
+
+
+def _unit_end(seen: Seen, token: int, limits: Limits) -> int:
+    """End of a unit from ``token`` on: not too many tokens or masked keys, and a key that all of its tokens see."""
+    low, high = seen.low, seen.high
+    end = min(len(low), token + limits.tokens, bisect_right(high, high[token] + limits.masked_keys, token))
+    if low[end - 1] > low[token]:
+        end = min(end, bisect_right(low, low[token] + limits.masked_keys, token), bisect_left(low, high[token], token))
+    return end
+
+
+def _cut_unit(
+    seen: Seen, token: int, end: int, runs: list[Run], limits: Limits, device: torch.device
+) -> Iterator[Piece]:
+    """Pieces of query tokens ``[token, end)``, which all see the keys ``[dense, dense_end)``."""
+    begin, dense = seen.low[token], seen.low[end - 1]
+    dense_end, total = seen.high[token], seen.high[end - 1]
+    alone = dense == begin and dense_end == total
+    if not alone and total - begin <= limits.masked_keys and 2 * (dense_end - dense) <= total - begin:
+        # a call of its own for a few keys costs more than masking them
+        yield _masked_piece(clip_runs(runs, begin, total), seen, begin, (token, token, end), limits.group, device)
+        return
+    yield from _dense_pieces(clip_runs(runs, dense, dense_end), (end - token) * limits.group, limits, device)
+    if dense_end < total:
+        first = bisect_right(seen.high, dense_end, token, end)
+        tail = clip_runs(runs, dense_end, total)
+        yield _masked_piece(tail, seen, dense_end, (token, first, end), limits.group, device)
+    if begin < dense:
+        last = bisect_left(seen.low, dense, token, end)
+        head = clip_runs(runs, begin, dense)
+        yield _masked_piece(head, seen, begin, (token, token, last), limits.group, device)
 
 
 def _dense_pieces(runs: Iterable[Run], rows: int, limits: Limits, device: torch.device) -> list[Piece]:
@@ -204,12 +241,18 @@ def _dense_pieces(runs: Iterable[Run], rows: int, limits: Limits, device: torch.
     return pieces
 
 
-def _masked_piece(runs: list[Run], seen_Q: Tensor, skip: int, group: int, device: torch.device) -> Piece:
-    """A piece whose query token ``i`` sees the first ``seen_Q[i] >= 1`` keys."""
+def _masked_piece(
+    runs: list[Run], seen: Seen, begin: int, tokens: tuple[int, int, int], group: int, device: torch.device
+) -> Piece:
+    """A piece of the keys from ``begin`` on; ``tokens``: the unit's first, those ``[first, stop)`` that see some."""
     length = sum(run[1] for run in runs)
     keys = runs[0] if len(runs) == 1 else slots_of(runs).to(device)
-    mask_QC = _mask(seen_Q, length)
-    return Piece(keys, mask=mask_QC.repeat_interleave(group, 0)[None, None].to(device), skip=skip)
+    unit, first, stop = tokens
+    low_Q, high_Q = (torch.tensor(bounds[first:stop]) - begin for bounds in (seen.low, seen.high))
+    mask_QC = _mask(high_Q, length, low_Q)
+    return Piece(
+        keys, mask=mask_QC.repeat_interleave(group, 0)[None, None].to(device), skip=first - unit, stop=stop - unit
+    )
 
 
 def _pad_short(short: list[tuple[int, list[Run]]], limits: Limits, device: torch.device) -> list[Unit]:
@@ -236,6 +279,9 @@ def _pad_short(short: list[tuple[int, list[Run]]], limits: Limits, device: torch
     return units
 
 
-def _mask(seen: Tensor, columns: int) -> Tensor:
-    hidden = torch.arange(columns) >= seen[:, None]
+def _mask(high: Tensor, columns: int, low: Tensor | None = None) -> Tensor:
+    column = torch.arange(columns)
+    hidden = column >= high[:, None]
+    if low is not None:
+        hidden |= column < low[:, None]
     return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import eq
 
 import torch
 from torch import Tensor
@@ -137,7 +138,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             padded=padded,
             single_tokens=torch.tensor([unit.first for unit in singles], dtype=torch.int64, device=device),
             kernel=fused if fits else plain,
-            blind=0 in batch.visible,
+            blind=0 in batch.visible or any(map(eq, batch.hidden, batch.visible)),
             v_in_k=v_in_k,
         )
 
@@ -188,8 +189,9 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         merged: tuple[Tensor, Tensor] | None = None
         for piece in unit.pieces:
             k_BKCH, v_BKCV = self._read(pool, piece, plan.v_in_k)
-            skip = piece.skip * q_1KRH.shape[2] // (unit.stop - unit.first)
-            q_BKRH = q_1KRH[:, :, skip:] if skip else q_1KRH
+            per_token = q_1KRH.shape[2] // (unit.stop - unit.first)
+            rows = slice(piece.skip * per_token, None if piece.stop is None else piece.stop * per_token)
+            q_BKRH = q_1KRH[:, :, rows]
             if piece.parts > 1:
                 q_BKRH = q_BKRH.expand(piece.parts, -1, -1, -1)
             out, lse = plan.kernel(q_BKRH, k_BKCH, v_BKCV, piece.mask, scale)
@@ -198,7 +200,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             if merged is None:
                 merged = out, lse
             else:
-                merge_into(merged[0][:, :, skip:], merged[1][:, :, skip:], out, lse)
+                merge_into(merged[0][:, :, rows], merged[1][:, :, rows], out, lse)
         assert merged is not None
         return merged
 

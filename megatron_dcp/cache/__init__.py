@@ -7,6 +7,6 @@ needs no tensors. The pool is imported by its own name, ``megatron_dcp.cache.poo
 
 from megatron_dcp.cache.blocks import BlockPool, OutOfBlocks
 from megatron_dcp.cache.layout import KVLayout
-from megatron_dcp.cache.prefix import PrefixCache
+from megatron_dcp.cache.prefix import PrefixCache, WindowPool
 
-__all__ = ["BlockPool", "KVLayout", "OutOfBlocks", "PrefixCache"]
+__all__ = ["BlockPool", "KVLayout", "OutOfBlocks", "PrefixCache", "WindowPool"]

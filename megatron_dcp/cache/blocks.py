@@ -1,7 +1,8 @@
 """Which sequences hold which physical block of the KV pool. One table serves all DCP ranks; no torch.
 
 A block is free, or in the tables of one or more sequences, or kept: a kept block (the prefix cache's) is not free even
-when no sequence holds it.
+when no sequence holds it. A sequence may give back blocks at the start of its table that it needs no more (of layers
+with a sliding window): their entries become `RELEASED`.
 
 An attention back end reads consecutive blocks in place, so the allocator keeps a sequence in few runs: it grows into
 the block behind its last one, and a new sequence starts where both it and the one in front of it can grow::
@@ -17,6 +18,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 
 from megatron_dcp.config import check_at_least
+
+RELEASED = -1
 
 
 class OutOfBlocks(ValueError):
@@ -92,9 +95,9 @@ class BlockPool:
         return max(0, num_blocks - len(self._tables.get(seq, ())))
 
     def share(self, seq: Hashable, blocks: Sequence[int]) -> None:
-        """Make a new sequence whose table begins with these blocks, each of them held or kept already."""
+        """Make a new sequence whose table begins with these blocks: each is held or kept already, or `RELEASED`."""
         assert seq not in self._tables, f"sequence {seq!r} has blocks already"
-        for block in blocks:
+        for block in _held(blocks):
             assert self._holders[block] or block in self._kept, f"block {block} is free"
             self._holders[block] += 1
         self._tables[seq] = list(blocks)
@@ -132,18 +135,31 @@ class BlockPool:
 
     def free(self, seq: Hashable) -> None:
         """Forget a live sequence and free its blocks that are neither shared nor kept. ``KeyError`` if unknown."""
-        table = self._tables.pop(seq)
-        for block in table:
+        self._drop_holder(self._tables.pop(seq))
+
+    def release(self, seq: Hashable, num_blocks: int) -> list[int]:
+        """Give back the first ``num_blocks`` blocks of a sequence; those of them that it had not given back before."""
+        table = self._tables[seq]
+        first = num_blocks
+        while first and table[first - 1] != RELEASED:
+            first -= 1
+        blocks = table[first:num_blocks]
+        table[first:num_blocks] = [RELEASED] * len(blocks)
+        self._drop_holder(blocks)
+        return blocks
+
+    def _drop_holder(self, blocks: Sequence[int]) -> None:
+        for block in _held(blocks):
             self._holders[block] -= 1
-        for start, stop in _runs(b for b in table if not self._holders[b] and b not in self._kept):
+        for start, stop in _runs(b for b in _held(blocks) if not self._holders[b] and b not in self._kept):
             self._give(start, stop)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` saying what is wrong unless every block is either free, or held or kept."""
         free = [block for start in self._starts for block in range(start, self._stops[start])]
-        held = Counter(block for table in self._tables.values() for block in table)
+        held = Counter(block for table in self._tables.values() for block in _held(table))
         for seq, table in self._tables.items():
-            if len(set(table)) < len(table):
+            if len(set(_held(table))) < len(_held(table)):
                 raise AssertionError(f"sequence {seq!r} holds a block twice: {table}")
         both = sorted(set(free) & (held.keys() | self._kept))
         lost = sorted(set(range(self.num_blocks)) - set(free) - held.keys() - self._kept)
@@ -211,6 +227,13 @@ class BlockPool:
         more = f", {size(needed)} more than it holds" if needed < num_blocks else ""
         message = f"sequence {seq!r} needs {size(num_blocks)} of KV cache{more}, but {bound}; {remedy}"
         return OutOfBlocks(message, needed=needed, free=self._num_free, permanent=permanent)
+
+
+def _held(table: Sequence[int]) -> Sequence[int]:
+    """The entries after those that were released, which come first."""
+    if not table or table[0] != RELEASED:
+        return table
+    return table[bisect_right(table, RELEASED, key=lambda block: min(block, 0)) :]
 
 
 def _runs(table: Iterable[int]) -> Iterator[tuple[int, int]]:

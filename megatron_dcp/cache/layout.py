@@ -15,6 +15,8 @@ local indices, and the keys that a query may see on a rank are the first ``visib
 
 The formulas use ``//``, ``%`` and ``==`` only: what is typed ``IntOrTensor`` takes an int or, elementwise, an integer
 tensor. Positions are not negative.
+
+Of a layer with a sliding window a query sees a suffix of those keys, ``[hidden, visible)``, since they are in order.
 """
 
 from __future__ import annotations
@@ -81,6 +83,21 @@ class KVLayout:
         """Keys on ``rank`` that a causal query at this position sees: so many from the start of the local shard."""
         return self.local_length(position + 1, rank)
 
+    def hidden(self, position: IntOrTensor, window: int, rank: int) -> IntOrTensor:
+        """Keys on ``rank`` that lie before the sliding window of a query at this position, which sees ``window`` keys.
+
+        They are the first ones of the local shard: the query sees local keys ``[hidden, visible)``.
+        """
+        return self.local_length(_window_start(position, window), rank)
+
+    def first_block(self, position: int, window: int) -> int:
+        """Entry of the block table with the first key that a query at this position sees through a sliding window."""
+        return _window_start(position, window) // self.logical_block_tokens
+
+    def window_blocks(self, window: int, num_queries: int) -> int:
+        """Most entries of the block table that ``num_queries`` consecutive queries see through a sliding window."""
+        return (window + num_queries - 3) // self.logical_block_tokens + 2
+
     def local_range(self, start: int, stop: int, rank: int) -> range:
         """Local indices on ``rank`` of the tokens that it owns of the global positions ``[start, stop)``.
 
@@ -101,3 +118,8 @@ class KVLayout:
 
     def _check_rank(self, rank: int) -> None:
         assert 0 <= rank < self.dcp_size, f"dcp rank {rank} of {self.dcp_size}"
+
+
+def _window_start(position: IntOrTensor, window: int) -> IntOrTensor:
+    start = position + 1 - window
+    return start * (start > 0)

@@ -40,37 +40,28 @@ def bytes_per_block(
     return num_layers * block_size * num_kv_heads * width * dtype.itemsize
 
 
-def blocks_in(
-    num_bytes: int,
-    *,
-    num_layers: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    v_dim: int | None = None,
-    v_in_k: bool = False,
-    dtype: torch.dtype,
-) -> int:
-    """Whole blocks that fit into ``num_bytes`` on one rank.
+def blocks_in(num_bytes: int, *, block_bytes: int, window_bytes: int = 0, window_limit: int = 0) -> int | None:
+    """Most blocks ``n`` with ``n * block_bytes + min(n, window_limit) * window_bytes <= num_bytes`` on one rank.
+
+    Args:
+        block_bytes: Of a block, of all layers that see everything.
+        window_bytes: Of a block, of all layers with a sliding window, whose pool needs ``window_limit`` blocks at most.
+
+    Returns:
+        ``None``: any number, since only windows take memory, and there is enough for all.
 
     Raises:
         ValueError: Not even one block fits.
     """
-    one = bytes_per_block(
-        num_layers=num_layers,
-        block_size=block_size,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        v_dim=v_dim,
-        v_in_k=v_in_k,
-        dtype=dtype,
-    )
+    one = block_bytes + window_bytes
     if num_bytes < one:
         raise ValueError(
-            f"{num_bytes} bytes of KV cache per rank are less than one block, {one} bytes ({block_size} tokens of "
-            f"{num_layers} layers in {dtype}); give at least {one}, or a smaller block_size"
+            f"{num_bytes} bytes of KV cache per rank are less than one block, {one} bytes; give at least {one}, or a "
+            "smaller block_size"
         )
-    return num_bytes // one
+    if num_bytes <= window_limit * one or not window_bytes:
+        return num_bytes // one
+    return (num_bytes - window_limit * window_bytes) // block_bytes if block_bytes else None
 
 
 class KVPool:

@@ -1,8 +1,8 @@
 """Megatron-LM's ``args`` namespace: how the shape of a model travels with a Megatron checkpoint.
 
-Written so that Megatron-LM's ``--use-checkpoint-args`` finds what it looks for. Three attributes are ours:
-``rope_scaling`` and ``eos_token_ids`` (see `ModelConfig`), and ``hf_config``, the ``config.json`` that the model
-came with.
+Written so that Megatron-LM's ``--use-checkpoint-args`` finds what it looks for. Some attributes are ours:
+``rope_scaling``, ``eos_token_ids``, ``geglu``, ``sandwich_norms`` and ``scale_embeddings`` (see `ModelConfig`), and
+``hf_config``, the ``config.json`` that the model came with.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_dcp.checkpoint.arguments_parts import (
     mla_from_args,
     moe_from_args,
     parts_to_args,
+    window_from_args,
     yarn_from_args,
 )
 from megatron_dcp.checkpoint.names import VOCAB_DIVISIBLE_BY
@@ -26,7 +27,6 @@ from megatron_dcp.model_config import ModelConfig
 _OFF: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
     "mla_down_proj_fusion": (None, False),
-    "window_size": (None,),
     "is_hybrid_model": (None, False),
     "hybrid_override_pattern": (None, ""),
     "hybrid_layer_pattern": (None, ""),
@@ -39,7 +39,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "qk_l2_norm": (None, False),
     "no_rope_freq": (None, 0),
     "rotary_interleaved": (None, False),
-    "apply_layernorm_1p": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
     "squared_relu": (None, False),
     "quick_geglu": (None, False),
@@ -87,7 +86,7 @@ def config_from_args(args: Any, where: str) -> ModelConfig:
 
 def _config(values: dict[str, Any]) -> ModelConfig:
     heads = values["num_attention_heads"]
-    gated = bool(values.get("swiglu"))
+    gated = bool(values.get("swiglu") or values.get("geglu"))
     ffn = values.get("ffn_hidden_size")
     if ffn is None:  # Megatron-LM's own rule for an argument left out
         ffn = int((4 * values["hidden_size"] * 2 / 3) / 64) * 64 if gated else 4 * values["hidden_size"]
@@ -104,7 +103,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         max_position_embeddings=values["max_position_embeddings"],
         normalization=values.get("normalization", "LayerNorm"),
         norm_epsilon=_first(values, ("norm_epsilon", "layernorm_epsilon"), 1e-5),
-        swiglu=gated,
+        swiglu=bool(values.get("swiglu")),
         add_qkv_bias=bool(values.get("add_qkv_bias")),
         add_bias_linear=bool(values.get("add_bias_linear", True)),
         qk_layernorm=bool(values.get("qk_layernorm")),
@@ -115,6 +114,12 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         eos_token_ids=tuple(values.get("eos_token_ids") or ()),
         mla=mla,
         moe=moe_from_args(values, values["num_layers"], ffn),
+        softmax_scale=values.get("softmax_scale"),
+        layernorm_zero_centered_gamma=bool(values.get("apply_layernorm_1p")),
+        geglu=bool(values.get("geglu")),
+        sandwich_norms=bool(values.get("sandwich_norms")),
+        scale_embeddings=bool(values.get("scale_embeddings")),
+        **window_from_args(values, values["num_layers"]),
     )
 
 
@@ -154,7 +159,8 @@ def args_from_config(
         rope_scaling_factor=scaling["factor"] if llama3 else 8.0,
         normalization=config.normalization,
         norm_epsilon=config.norm_epsilon,
-        apply_layernorm_1p=False,
+        apply_layernorm_1p=config.layernorm_zero_centered_gamma,
+        softmax_scale=config.softmax_scale,
         swiglu=config.swiglu,
         squared_relu=False,
         add_bias_linear=config.add_bias_linear,
@@ -179,6 +185,9 @@ def args_from_config(
         rope_scaling=config.rope_scaling,
         eos_token_ids=list(config.eos_token_ids),
         hf_config=hf_config,
+        geglu=config.geglu,
+        sandwich_norms=config.sandwich_norms,
+        scale_embeddings=config.scale_embeddings,
         **parts_to_args(config),
     )
 

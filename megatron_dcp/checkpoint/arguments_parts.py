@@ -1,6 +1,6 @@
-"""Latent attention and mixture of experts in Megatron-LM's ``args``: from and to the parts of a `ModelConfig`.
+"""Latent attention, experts and sliding windows in Megatron-LM's ``args``: from and to the parts of a `ModelConfig`.
 
-``moe_router_group_score_topk`` is ours (see `MoEConfig`).
+``moe_router_group_score_topk`` is ours (see `MoEConfig`), and so is ``window_rotary_base``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def moe_from_args(values: dict[str, Any], num_layers: int, ffn_hidden_size: int)
 
 
 def parts_to_args(config: ModelConfig) -> dict[str, Any]:
-    """Inverse of the three above: the arguments of Megatron-LM for the parts that ``config`` has."""
+    """Inverse of those for its parts: the arguments of Megatron-LM for the parts that ``config`` has."""
     args: dict[str, Any] = {"multi_latent_attention": config.mla is not None, "num_experts": None}
     if config.mla is not None:
         args |= asdict(config.mla) | {"rope_type": "rope" if config.rope_scaling is None else "yarn"}
@@ -99,7 +99,37 @@ def parts_to_args(config: ModelConfig) -> dict[str, Any]:
             args |= {name: yarn[ours] for ours, (name, _) in _YARN.items()}
     if config.moe is not None:
         args |= asdict(config.moe) | {"moe_layer_freq": list(config.moe.moe_layer_freq)}
+    if config.window_size is not None:
+        args |= {
+            "window_size": (config.window_size - 1, 0),
+            "window_attn_skip_freq": list(config.window_attn_skip_freq or ()),
+            "window_rotary_base": config.window_rotary_base,
+        }
     return args
+
+
+def window_from_args(values: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """Fields of `ModelConfig` about sliding windows.
+
+    Raises:
+        ValueError: The window lets a token see later ones, or all before it.
+    """
+    size = values.get("window_size")
+    if not size:
+        return {}
+    if len(size) != 2 or size[0] < 0 or size[1] != 0:
+        raise ValueError(f"window_size={size} is not supported; supported is (tokens before the own one, 0)")
+    freq = values.get("window_attn_skip_freq")
+    if freq is None:
+        slides = [1] * num_layers
+    elif isinstance(freq, int) and freq > 0:
+        slides = [int((layer + 1) % freq != 0) for layer in range(num_layers)]
+    else:
+        slides = [int(bool(each)) for each in freq]
+    if not any(slides):
+        return {}
+    base = values.get("window_rotary_base")
+    return {"window_size": size[0] + 1, "window_attn_skip_freq": tuple(slides), "window_rotary_base": base}
 
 
 def _layer_freq(freq: Any, num_layers: int) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ import torch
 
 from megatron_dcp.checkpoint.families import FAMILIES, Family, family_of
 from megatron_dcp.checkpoint.families.base import common_keys
+from megatron_dcp.checkpoint.families.windows import KINDS, LayerTypes
 from megatron_dcp.checkpoint.names import padded_vocab_size
 from megatron_dcp.model_config import ModelConfig
-from megatron_dcp.rope import inverse_frequencies
+from megatron_dcp.rope import inverse_frequencies, softmax_scale
 
 # Keys about the shape that are not written: other names of those that are, or taken for granted.
 _OTHER_NAMES = (
@@ -23,6 +24,9 @@ _OTHER_NAMES = (
     "head_dim",
     "num_local_experts",
     "moe_layer_freq",
+    "sliding_window_pattern",
+    "_sliding_window_pattern",
+    "max_window_layers",
 )
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
@@ -62,13 +66,14 @@ def config_from_hf(
         ValueError: The family is not supported, a size is missing, or the model has parts that are not supported.
     """
     family = family_named(values, where)
-    missing = [name for name in family.nullable if name not in values]
-    values = {**family.defaults, **{name: value for name, value in values.items() if value is not None}}
+    missing = [name for name in family.nullable if name not in values and name not in family.defaults]
+    said = {name: value for name, value in values.items() if value is not None or name in family.nullable}
+    values = {name: value for name, value in {**family.defaults, **said}.items() if value is not None}
     missing += [name for name in (*_REQUIRED, *family.required) if name not in values]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}, without which the model's shape is not known")
     _check_supported(values, family, where)
-    theta, scaling = _rope(values, where)
+    theta, scaling = _rope(values, family, where)
     eos = (generation or {}).get("eos_token_id", values.get("eos_token_id"))
     try:
         fields: dict[str, Any] = dict(
@@ -82,15 +87,15 @@ def config_from_hf(
             max_position_embeddings=values["max_position_embeddings"],
             normalization="RMSNorm",
             norm_epsilon=values["rms_norm_eps"],
-            swiglu=True,
             add_bias_linear=False,
             rotary_base=theta,
             rope_scaling=scaling,
             untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
             eos_token_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
         )
-        config = ModelConfig(**fields | family.shape(values))
+        config = ModelConfig(**fields | family.fields(values))
         inverse_frequencies(config)  # knows which scalings there are
+        softmax_scale(config)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{where} describes no model that can be built: {error}") from error
     return config, family
@@ -150,14 +155,24 @@ def _check_supported(values: dict[str, Any], family: Family, where: str) -> None
     for name, off in {**family.off, "hidden_act": ("silu",), "partial_rotary_factor": (1, 1.0)}.items():
         if name in values and values[name] not in off:
             raise ValueError(f"{name}={values[name]!r} in {where} is not supported for {family.model_type} models")
-    kinds = set(values.get("layer_types", ())) - {"full_attention"}
+    kinds = set(values.get("layer_types", ())) - set(KINDS if isinstance(family.windows, LayerTypes) else KINDS[:1])
     if kinds:
         raise ValueError(f"layer_types in {where} has {', '.join(sorted(kinds))}, which is not supported")
 
 
-def _rope(values: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5)."""
+def _rope(values: dict[str, Any], family: Family, where: str) -> tuple[float, dict[str, Any] | None]:
+    """Base and scaling, from ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5).
+
+    Where windows have a base of their own, it goes to ``rope_local_base_freq``, its name of transformers 4.
+    """
     parameters = {**values.get("rope_scaling", {}), **values.get("rope_parameters", {})}
+    if "rope_local_base_freq" in family.defaults and set(parameters) <= set(KINDS):
+        parameters = {kind: dict(parameters[kind] or {}) for kind in parameters}
+        local = parameters.get(KINDS[1], {})
+        if local.get("rope_type", "default") != "default":
+            raise ValueError(f"rope_parameters of {KINDS[1]} in {where} are scaled, which is not supported")
+        values["rope_local_base_freq"] = local.get("rope_theta", values["rope_local_base_freq"])
+        parameters = parameters.get(KINDS[0], {})
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError(f"rope_parameters in {where} differ from layer to layer, which is not supported")
     theta = float(parameters.pop("rope_theta", values.get("rope_theta", 10000.0)))
@@ -165,7 +180,7 @@ def _rope(values: dict[str, Any], where: str) -> tuple[float, dict[str, Any] | N
         raise ValueError(f"partial_rotary_factor in {where} is not supported")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     parameters.pop("type", None)
-    if kind == "yarn":
+    if kind == "yarn" and family.latent_attention:
         _check_yarn(parameters, where)
     return theta, None if kind == "default" else {**parameters, "rope_type": kind}
 

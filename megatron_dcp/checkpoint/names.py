@@ -131,6 +131,8 @@ def _attention(config: ModelConfig) -> dict[str, TensorSpec]:
     tensors["linear_proj.weight"] = TensorSpec((hidden, queries), tp_dim=1)
     if config.add_bias_linear:
         tensors["linear_proj.bias"] = TensorSpec((hidden,))
+    if config.sandwich_norms:
+        tensors |= _norm(config, "linear_proj.post_layernorm", hidden)
     return {f"self_attention.{name}": spec for name, spec in tensors.items()}
 
 
@@ -156,7 +158,7 @@ def _latent_attention(config: ModelConfig, mla: MLAConfig) -> dict[str, TensorSp
 
 
 def _mlp(config: ModelConfig, prefix: str, ffn: int, *, expert: bool = False) -> dict[str, TensorSpec]:
-    hidden, gated = config.hidden_size, 2 if config.swiglu else 1
+    hidden, gated = config.hidden_size, 2 if config.gated else 1
     tensors = {
         "linear_fc1.weight": TensorSpec((gated * ffn, hidden), tp_dim=0, parts=gated, expert=expert),
         "linear_fc2.weight": TensorSpec((hidden, ffn), tp_dim=1, expert=expert),
@@ -164,6 +166,8 @@ def _mlp(config: ModelConfig, prefix: str, ffn: int, *, expert: bool = False) ->
     if config.add_bias_linear:
         tensors["linear_fc1.bias"] = TensorSpec((gated * ffn,), tp_dim=0, parts=gated, expert=expert)
         tensors["linear_fc2.bias"] = TensorSpec((hidden,), expert=expert)
+    if config.sandwich_norms and not expert:
+        tensors |= _norm(config, "linear_fc2.post_layernorm", hidden)
     return {f"{prefix}.{name}": spec for name, spec in tensors.items()}
 
 

@@ -91,7 +91,7 @@ _NOT_COMPARED = ("num_experts", "moe_layer_freq", "moe_router_pre_softmax", "moe
 def _check_shape(model: torch.nn.Module, config: ModelConfig) -> None:
     theirs: Any = model.config
     ours = {name: getattr(config, name) for name in _SHAPE}
-    ours |= {"gated_linear_unit": config.swiglu, "multi_latent_attention": config.mla is not None}
+    ours |= {"gated_linear_unit": config.gated, "multi_latent_attention": config.mla is not None}
     ours |= {"num_moe_experts": None if config.moe is None else config.moe.num_experts}
     for part in (config.mla, config.moe):
         if part is not None:

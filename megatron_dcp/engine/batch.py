@@ -20,12 +20,27 @@ class SeqStep(NamedTuple):
             be the pool's own list, which grows at the next step.
         num_logits: The logits after the last ``num_logits`` of the tokens are wanted. 0: none; 1: ordinary sampling;
             k + 1: k drafted tokens to verify; all of them: log-probabilities of a prompt.
+        window_table: As ``block_table``, for the layers with a sliding window; entries before the window of the first
+            of these tokens mean nothing. Empty for a model without such layers.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
     num_logits: int
+    window_table: Sequence[int] = ()
+
+
+class Window(NamedTuple):
+    """The pool of the layers with a sliding window.
+
+    Attributes:
+        tokens: Keys that a query sees, its own one among them.
+        num_blocks: Physical blocks on every rank.
+    """
+
+    tokens: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -373,4 +373,5 @@ class Engine:
             prefill_chunk_size=self.config.prefill_chunk_size,
             prefix_caching=self.config.prefix_caching,
             drafter=self.drafter,
+            window=self.runner.window,
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_dcp.comm.collectives import CollectiveError
 from megatron_dcp.comm.consensus import agree
-from megatron_dcp.engine.batch import StepBatch
+from megatron_dcp.engine.batch import StepBatch, Window
 from megatron_dcp.engine.link import Link
 from megatron_dcp.engine.wire import Kind, Outcome, Tables
 
@@ -20,6 +20,10 @@ class Runner(Protocol):
     @property
     def num_blocks(self) -> int:
         """Physical blocks of the pool on every rank."""
+
+    @property
+    def window(self) -> Window | None:
+        """Pool of the layers with a sliding window, if the model has such layers."""
 
     def step(self, batch: StepBatch) -> Tensor:
         """Logits ``[batch.num_logits, vocab]`` fp32; only the driver's are looked at."""

@@ -176,7 +176,7 @@ class Front:
 
     @property
     def runner(self) -> Any:
-        """The `ModelRunner` with its KV pool (``runner.pool.bytes``); ``None`` before the first prompt."""
+        """The `ModelRunner` with its KV pool (``runner.kv_bytes``); ``None`` before the first prompt."""
         return self._engine.runner if self._engine is not None else self._follower and self._follower.runner
 
     def stats(self) -> EngineStats:

@@ -24,6 +24,7 @@ class Places:
         replicated: Number of tokens that all ranks of the DCP group compute.
         owned_t: Indices into ``T`` of the tokens whose keys this rank keeps.
         slots_t: The slots that they go to.
+        window_slots_t: The same in the pool of the layers with a sliding window; ``None``: there are no such layers.
         rows_B: For every row of logits its index into ``T``, -1 where another rank has the token.
         shared: Whether a row's token is on one rank only.
     """
@@ -33,6 +34,7 @@ class Places:
     replicated: int
     owned_t: np.ndarray
     slots_t: np.ndarray
+    window_slots_t: np.ndarray | None
     rows_B: np.ndarray
     shared: bool
 
@@ -66,8 +68,21 @@ def place_tokens(batch: StepBatch, layout: KVLayout, rank: int, striped: Sequenc
         tokens, positions, sequence, mine = tokens[here], positions[here], sequence[here], mine[here]
     owned = np.flatnonzero(mine)
     local = layout.local_index(positions[owned])
-    tables = np.zeros((len(batch.seqs), max(len(seq.block_table) for seq in batch.seqs)), dtype=np.int64)
-    for row, seq in zip(tables, batch.seqs, strict=True):
-        row[: len(seq.block_table)] = seq.block_table
-    blocks = tables[sequence[owned], local // layout.block_size]
-    return Places(tokens, positions, replicated, owned, layout.slot(blocks, local), rows, shared)
+
+    def slots(tables: Sequence[Sequence[int]]) -> np.ndarray:
+        padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int64)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return layout.slot(padded[sequence[owned], local // layout.block_size], local)
+
+    in_window = [seq.window_table for seq in batch.seqs]
+    return Places(
+        tokens,
+        positions,
+        replicated,
+        owned,
+        slots([seq.block_table for seq in batch.seqs]),
+        slots(in_window) if in_window[0] else None,
+        rows,
+        shared,
+    )

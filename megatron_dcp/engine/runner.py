@@ -14,16 +14,17 @@ from torch import Tensor
 from megatron_dcp.attention import choose_backend
 from megatron_dcp.attention.base import AttentionBatch
 from megatron_dcp.cache.layout import KVLayout
-from megatron_dcp.cache.pool import KVPool, blocks_in
+from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
 from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
 from megatron_dcp.comm.pipeline import receive_from_previous_stage, send_to_next_stage
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
-from megatron_dcp.engine.batch import StepBatch
+from megatron_dcp.engine.batch import StepBatch, Window
 from megatron_dcp.engine.places import Places, place_tokens
 from megatron_dcp.layers import (
     AttentionShape,
     Chunk,
     DCPContext,
+    KindPlan,
     LatentShape,
     StepPlan,
     StripeSizes,
@@ -33,6 +34,7 @@ from megatron_dcp.layers import (
     exchange_work_bytes,
     experts_over_dcp,
     is_striped,
+    layer_windows,
     plan_latent,
     plan_striped,
     rotary_table,
@@ -72,6 +74,7 @@ class ModelRunner:
         self.engine = engine
         self.vocab_size = vocab_size
         self.metrics = metrics
+        self.max_sequence_length = max_sequence_length
         config = self.model.config
         if config.num_moe_experts:
             check_expert_groups(groups)
@@ -92,28 +95,35 @@ class ModelRunner:
             dtype=self.dtype,
             device=self.device,
         )
-        self.pool = _make_pool(cache, len(layers), self.shape, self.backend, parameter)
-        self.rotary = rotary_table(self.model)
+        windows = layer_windows(config)
+        own = [windows[layer.self_attention.layer_number - 1] for layer in layers]
+        self.windows = sorted(set(own), key=lambda window: window is not None)  # of each kind of layer
+        self.num_blocks, self.window = self._pool_sizes(windows, cache)
+        self.pools = tuple(self._make_pool(window, own.count(window)) for window in self.windows)
+        self.rotaries = [rotary_table(self.model, window=window is not None) for window in self.windows]
         self.prefill = engine.prefill if groups.dcp_layout == "orthogonal" else "replicated"
-        self.stripe_sizes = _stripe_sizes(self.shape, self.latent, self.pool)
+        self.stripe_sizes = _stripe_sizes(self.shape, self.latent, self.pools[0])
         self.context = DCPContext(
             max_batch_size=engine.max_num_seqs,
             max_sequence_length=max_sequence_length,
-            pool=self.pool,
-            cache_index={layer.self_attention.layer_number: index for index, layer in enumerate(layers)},
+            pools=self.pools,
+            cache_index={
+                layer.self_attention.layer_number: (self.windows.index(window), own[:index].count(window))
+                for index, (layer, window) in enumerate(zip(layers, own, strict=True))
+            },
             groups=groups,
             backend=self.backend,
             exchange=get_exchange(engine.exchange_for(groups.dcp_layout)),
-            rotary_interleaved=self.rotary is not None and self.rotary.interleaved,
+            rotary_interleaved=any(table is not None and table.interleaved for table in self.rotaries),
             values_first=self.latent is not None and self.latent.values_first,
             experts_over_dcp=bool(config.num_moe_experts) and experts_over_dcp(groups),
             metrics=metrics,
         )
 
     @property
-    def num_blocks(self) -> int:
-        """Physical blocks of the pool; the group holds ``num_blocks * block_size * dcp`` tokens."""
-        return self.pool.num_blocks
+    def kv_bytes(self) -> int:
+        """Bytes of the KV cache on this rank."""
+        return sum(pool.bytes for pool in self.pools)
 
     @property
     def work_bytes(self) -> int:
@@ -160,28 +170,75 @@ class ModelRunner:
         dtype = torch.float32 if config.fp32_residual_connection else self.dtype
         return receive_from_previous_stage(num_tokens, config.hidden_size, dtype, self.groups.pp, self.metrics)
 
+    def _pool_sizes(self, windows: list[int | None], cache: CacheConfig) -> tuple[int, Window | None]:
+        """Blocks of the pool, and the window's pool if any layer of the model has one; the same on every stage."""
+        window = next((window for window in windows if window is not None), None)
+        most = max(self.engine.prefill_chunk_size, 1 + self.engine.num_draft_tokens)
+        limit = 0 if window is None else self.engine.max_num_seqs * self.layout.window_blocks(window, most)
+        num_blocks = cache.num_blocks
+        if cache.bytes_per_rank is not None:
+            one = bytes_per_block(num_layers=1, block_size=cache.block_size, dtype=self.dtype, **self.shape.cache)
+            each = -(-len(windows) // self.groups.pp.size())
+            fits = []
+            for first in range(0, len(windows), each):
+                full = windows[first : first + each].count(None)
+                slide = len(windows[first : first + each]) - full
+                sizes = dict(block_bytes=one * full, window_bytes=one * slide, window_limit=limit)
+                fits.append(blocks_in(cache.bytes_per_rank, **sizes))
+            longest = self.layout.blocks_for(self.max_sequence_length) * self.engine.max_num_seqs
+            num_blocks = min(longest if fit is None else fit for fit in fits)
+        assert num_blocks is not None, "the engine sizes the pool before it makes a runner"
+        return num_blocks, None if window is None else Window(window, min(num_blocks, limit))
+
+    def _make_pool(self, window: int | None, num_layers: int) -> KVPool:
+        return KVPool(
+            num_layers,
+            self.num_blocks if window is None or self.window is None else self.window.num_blocks,
+            self.layout.block_size,
+            dtype=self.dtype,
+            device=self.device,
+            order=self.backend.pool_order,
+            **self.shape.cache,
+        )
+
     def _plan(self, batch: StepBatch, places: Places, positions_T: Tensor, striped: list[bool]) -> StepPlan:
-        cos = sin = None
-        if self.rotary is not None:
-            cos, sin = self.rotary.cos_sin(positions_T, self.dtype)
-        whole = [seq for seq, dealt in zip(batch.seqs, striped, strict=True) if not dealt]
+        every = len(places.owned_t) == len(places.positions_T)
+        kinds = tuple(self._plan_kind(kind, batch, places, positions_T, striped) for kind in range(len(self.windows)))
+        return StepPlan(
+            owned_t=None if every else torch.from_numpy(places.owned_t).to(self.device),
+            replicated=places.replicated,
+            striped_counts=() if kinds[0].striped is None else kinds[0].striped.counts,
+            kinds=kinds,
+        )
+
+    def _plan_kind(
+        self, kind: int, batch: StepBatch, places: Places, positions_T: Tensor, striped: list[bool]
+    ) -> KindPlan:
+        window, rotary = self.windows[kind], self.rotaries[kind]
+        tables = [seq.block_table if window is None else seq.window_table for seq in batch.seqs]
+        slots_t = places.slots_t if window is None else places.window_slots_t
+        cos, sin = (None, None) if rotary is None else rotary.cos_sin(positions_T, self.dtype)
         attention = dealt_out = None
-        if whole:
+        if not all(striped):
             positions = places.positions_T[: places.replicated]
             visible: np.ndarray = self.layout.visible(positions, self.rank)  # type: ignore[type-var]
+            hidden: tuple[int, ...] = ()
+            if window is not None:
+                hidden = tuple(self.layout.hidden(positions, window, self.rank).tolist())  # type: ignore[type-var]
             attention = self._plan_attention(
                 AttentionBatch(
-                    q_lens=tuple(len(seq.token_ids) for seq in whole),
+                    q_lens=tuple(len(seq.token_ids) for seq, out in zip(batch.seqs, striped, strict=True) if not out),
                     visible=tuple(visible.tolist()),
-                    block_tables=tuple(tuple(seq.block_table) for seq in whole),
+                    block_tables=tuple(tuple(table) for table, out in zip(tables, striped, strict=True) if not out),
                     block_size=self.layout.block_size,
+                    hidden=hidden,
                 )
             )
-        if len(whole) < len(batch.seqs):
+        if any(striped):
             chunks = [
-                Chunk(seq.start, seq.start + len(seq.token_ids), seq.block_table)
-                for seq, dealt in zip(batch.seqs, striped, strict=True)
-                if dealt
+                Chunk(seq.start, seq.start + len(seq.token_ids), table, window)
+                for seq, table, out in zip(batch.seqs, tables, striped, strict=True)
+                if out
             ]
             dealt_out = plan_striped(
                 chunks,
@@ -192,13 +249,10 @@ class ModelRunner:
                 plan=self._plan_attention,
                 device=self.device,
             )
-        every = len(places.owned_t) == len(places.positions_T)
-        return StepPlan(
+        return KindPlan(
             cos_T1R=cos,
             sin_T1R=sin,
-            owned_t=None if every else torch.from_numpy(places.owned_t).to(self.device),
-            slots_t=torch.from_numpy(places.slots_t).to(self.device),
-            replicated=places.replicated,
+            slots_t=torch.from_numpy(slots_t).to(self.device),
             attention=attention,
             striped=dealt_out,
         )
@@ -233,18 +287,6 @@ class ModelRunner:
         if model.parallel_output:
             logits = gather_heads(logits, self.groups.tp, metrics=self.metrics)
         return logits.flatten(1)[:, : self.vocab_size].float()
-
-
-def _make_pool(
-    cache: CacheConfig, num_layers: int, attention: AttentionShape, backend: Any, parameter: Tensor
-) -> KVPool:
-    shape = dict(num_layers=num_layers, block_size=cache.block_size, dtype=parameter.dtype, **attention.cache)
-    if cache.bytes_per_rank is not None:
-        num_blocks = blocks_in(cache.bytes_per_rank, **shape)
-    else:
-        assert cache.num_blocks is not None, "the engine sizes the pool before it makes a runner"
-        num_blocks = cache.num_blocks
-    return KVPool(num_blocks=num_blocks, device=parameter.device, order=backend.pool_order, **shape)
 
 
 def _stripe_sizes(shape: AttentionShape, latent: LatentShape | None, pool: KVPool) -> StripeSizes:

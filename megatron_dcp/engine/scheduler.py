@@ -21,9 +21,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_dcp.cache import BlockPool, KVLayout, PrefixCache
+from megatron_dcp.cache import BlockPool, KVLayout, PrefixCache, WindowPool
 from megatron_dcp.config import check_at_least
-from megatron_dcp.engine.batch import Entry, Result, SeqStep, StepBatch
+from megatron_dcp.engine.batch import Entry, Result, SeqStep, StepBatch, Window
 from megatron_dcp.engine.request import FinishReason, Request
 
 Drafter = Callable[[Request], Sequence[int]]
@@ -56,6 +56,8 @@ class Scheduler:
         prefix_caching: Reuse blocks of known prefixes.
         drafter: Proposes tokens for a decoding request. They are cut to what ``max_tokens`` and the pool allow; nobody
             is preempted for them.
+        window: Of a model that has layers with a sliding window. Their pool has room for whatever can run, so that it
+            plays no part in who is admitted or preempted.
 
     Attributes:
         prefix_query_tokens: Prompt tokens of the requests admitted so far, counted once each.
@@ -72,13 +74,15 @@ class Scheduler:
         prefill_chunk_size: int,
         prefix_caching: bool = True,
         drafter: Drafter | None = None,
+        window: Window | None = None,
     ) -> None:
         check_at_least("max_num_seqs", max_num_seqs, 1)
         check_at_least("prefill_chunk_size", prefill_chunk_size, 1)
         self.layout = layout
         self.block_tokens = layout.logical_block_tokens
         self.pool = BlockPool(num_blocks, tokens_per_block=self.block_tokens)
-        self.cache = PrefixCache(self.pool, self.block_tokens, enabled=prefix_caching)
+        self.window = None if window is None else WindowPool(window.num_blocks, window.tokens, self.block_tokens)
+        self.cache = PrefixCache(self.pool, self.block_tokens, enabled=prefix_caching, window=self.window)
         self.max_num_seqs = max_num_seqs
         self.prefill_chunk_size = prefill_chunk_size
         self.drafter = drafter
@@ -358,12 +362,14 @@ class Scheduler:
             table = self.pool.table(request.index)
             blocks = (stop + len(draft) - 1) // self.block_tokens + 1
             tokens = request.tokens_between(start, stop)
+            in_window = () if self.window is None else self.window.pool.table(request.index)
             seqs.append(
                 SeqStep(
                     [*tokens, *draft] if draft else tokens,
                     start,
                     table if len(table) == blocks else table[:blocks],
                     num_logits,
+                    in_window if len(in_window) <= blocks else in_window[:blocks],
                 )
             )
             requests.append(request)

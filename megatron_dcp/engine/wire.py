@@ -6,7 +6,7 @@ everything that is whole, then the log-probabilities::
     length, whole numbers, kind, blocks, gone.., outcomes.., sequences.., text.. | log-probabilities..
 
 A plan says what is new. Followers keep the block table of every sequence that they have seen (`Tables`), the driver how
-much of each they have (`Known`); so a sequence that decodes costs seven numbers a step.
+much of each they have (`Known`); so a sequence that decodes costs eight numbers a step.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class SeqPlan(NamedTuple):
         num_logits: As in `SeqStep`.
         kept: Entries of the known table that still hold.
         blocks: Entries after them.
+        in_window: As many entries of the other table, if the model has layers with a sliding window.
         tokens: ``SeqStep.token_ids``.
     """
 
@@ -70,6 +71,7 @@ class SeqPlan(NamedTuple):
     num_logits: int
     kept: int
     blocks: Sequence[int]
+    in_window: Sequence[int]
     tokens: Sequence[int]
 
 
@@ -107,9 +109,10 @@ def encode(message: Message) -> np.ndarray:
         fractions += logprobs
         fractions += prompt_logprobs
     whole.append(len(message.seqs))
-    for index, start, num_logits, kept, blocks, tokens in message.seqs:
-        whole += (index, start, num_logits, kept, len(blocks), len(tokens))
+    for index, start, num_logits, kept, blocks, in_window, tokens in message.seqs:
+        whole += (index, start, num_logits, kept, len(blocks), len(in_window), len(tokens))
         whole += blocks
+        whole += in_window
         whole += tokens
     whole += map(ord, message.text)
     whole[:2] = len(whole) + len(fractions), len(whole)
@@ -134,11 +137,14 @@ def decode(numbers: np.ndarray) -> Message:
     at += 1
     seqs = []
     for _ in range(whole[at]):
-        index, start, num_logits, kept, num_blocks, num_tokens = whole[at + 1 : at + 7]
-        middle = at + 7 + num_blocks
-        blocks, tokens = whole[at + 7 : middle], whole[middle : middle + num_tokens]
-        seqs.append(SeqPlan(index, start, num_logits, kept, blocks, tokens))
-        at = middle + num_tokens - 1
+        index, start, num_logits, kept, *counts = whole[at + 1 : at + 8]
+        at += 8
+        lists = []
+        for count in counts:
+            lists.append(whole[at : at + count])
+            at += count
+        at -= 1
+        seqs.append(SeqPlan(index, start, num_logits, kept, *lists))
     text = "".join(map(chr, whole[at + 1 :]))
     return Message(Kind(whole[2]), outcomes, seqs, gone, whole[3], text, bool(whole[4]))
 
@@ -165,11 +171,12 @@ class Known:
         for index in gone:
             del lengths[index]
         plans = []
-        for index, (tokens, start, table, num_logits) in zip(indices, seqs, strict=True):
+        for index, (tokens, start, table, num_logits, in_window) in zip(indices, seqs, strict=True):
             length = len(table)
             kept = min(lengths.get(index, 0), length)
             lengths[index] = length
-            plans.append(SeqPlan(index, start, num_logits, kept, table[kept:] if kept < length else (), tokens))
+            new = (table[kept:], in_window[kept:]) if kept < length else ((), ())
+            plans.append(SeqPlan(index, start, num_logits, kept, *new, tokens))
         return plans, gone
 
     def clear(self) -> None:
@@ -181,16 +188,17 @@ class Tables:
     """A follower's side: the block tables themselves."""
 
     def __init__(self) -> None:
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, tuple[list[int], list[int]]] = {}
 
     def batch(self, message: Message) -> StepBatch:
         """The step of a message. Its tables are those kept here, which the next step changes."""
         for index in message.gone:
             del self._tables[index]
         seqs = []
-        for index, start, num_logits, kept, blocks, tokens in message.seqs:
-            table = self._tables.setdefault(index, [])
-            del table[kept:]
+        for index, start, num_logits, kept, blocks, window_blocks, tokens in message.seqs:
+            table, in_window = self._tables.setdefault(index, ([], []))
+            del table[kept:], in_window[kept:]
             table += blocks
-            seqs.append(SeqStep(tokens, start, table, num_logits))
+            in_window += window_blocks
+            seqs.append(SeqStep(tokens, start, table, num_logits, in_window))
         return StepBatch(seqs)

@@ -1,11 +1,11 @@
 """Megatron layers that decode from a sharded KV cache: they compose cache, attention and communication."""
 
 from megatron_dcp.core_attention import SDPACoreAttention
-from megatron_dcp.layers.context import DCPContext, StepPlan
+from megatron_dcp.layers.context import DCPContext, KindPlan, StepPlan
 from megatron_dcp.layers.gqa import DCPSelfAttention
 from megatron_dcp.layers.latent_plan import LatentShape, plan_latent
 from megatron_dcp.layers.mla import DCPMLASelfAttention
-from megatron_dcp.layers.model_info import AttentionShape, cached_kv_heads, rotary_table
+from megatron_dcp.layers.model_info import AttentionShape, cached_kv_heads, layer_windows, rotary_table
 from megatron_dcp.layers.moe import DCPMoELayer, check_expert_groups, experts_over_dcp
 from megatron_dcp.layers.prefill import Chunk, StripeSizes, exchange_work_bytes, is_striped, plan_striped
 from megatron_dcp.layers.specs import dcp_layer_spec, enable_dcp, sdpa_layer_spec
@@ -17,6 +17,7 @@ __all__ = [
     "DCPMLASelfAttention",
     "DCPMoELayer",
     "DCPSelfAttention",
+    "KindPlan",
     "LatentShape",
     "SDPACoreAttention",
     "StepPlan",
@@ -28,6 +29,7 @@ __all__ = [
     "exchange_work_bytes",
     "experts_over_dcp",
     "is_striped",
+    "layer_windows",
     "plan_latent",
     "plan_striped",
     "rotary_table",

@@ -32,16 +32,16 @@ def attend(attention: DCPAttention, q_TNH: Tensor, ctx: DCPContext) -> tuple[Ten
     Of replicated tokens every rank attends to its own shard, and the exchange merges; striped ones merge as keys or
     queries come by. Their keys are in the pool already.
     """
-    plan = ctx.plan
-    assert plan is not None
+    assert ctx.plan is not None
+    plan, replicated = ctx.plan_of(attention.layer_number), ctx.plan.replicated
     parts: list[tuple[Tensor, Tensor | None]] = []
     if plan.attention is not None:
-        q = q_TNH[: plan.replicated]
+        q = q_TNH[:replicated]
         merged = ctx.merge(*attention.partial(q, ctx.shard(attention.layer_number), plan.attention, ctx))
         merged = attention.finish(own_share(merged, q.shape[1], ctx), ctx)
         parts.append(project_output(attention.linear_proj, merged, ctx))
     if plan.striped is not None:
-        out = attend_striped(attention, attention.layer_number, q_TNH[plan.replicated :], plan.striped, ctx)
+        out = attend_striped(attention, attention.layer_number, q_TNH[replicated:], plan.striped, ctx)
         merged = attention.finish(Exchanged(out, 0, out.shape[1], summed=True), ctx)
         parts.append(project_output(attention.linear_proj, merged, ctx))
     if len(parts) == 1:

@@ -20,6 +20,25 @@ from megatron_dcp.rope import rotate
 
 
 @dataclass(frozen=True, kw_only=True)
+class KindPlan:
+    """What one step means to the layers of one kind: those that see everything, or those with a sliding window.
+
+    Attributes:
+        cos_T1R, sin_T1R: RoPE at the tokens' global positions; ``None`` for a model without RoPE.
+        slots_t: Slots in the kind's pool of the tokens whose keys this rank keeps, int64.
+        attention: How the replicated tokens attend over this rank's shard: the back end's plan, or with MLA a
+            `LatentPlan` over it; ``None``: there are none.
+        striped: The `StripedPlan` of the others; ``None``: there are none.
+    """
+
+    cos_T1R: Tensor | None
+    sin_T1R: Tensor | None
+    slots_t: Tensor
+    attention: Any
+    striped: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """The tokens of one step on one rank; made once and read by every layer.
 
@@ -27,22 +46,16 @@ class StepPlan:
     rank alone computes (`megatron_dcp.layers.prefill`).
 
     Attributes:
-        cos_T1R, sin_T1R: RoPE at the tokens' global positions; ``None`` for a model without RoPE.
         owned_t: Indices into ``T`` of the tokens whose keys this rank keeps, int64; ``None``: all of them.
-        slots_t: Their slots in the pool, int64.
         replicated: Number of replicated tokens.
-        attention: How they attend over this rank's shard: the back end's plan, or with MLA a `LatentPlan` over it;
-            ``None``: there are none.
-        striped: The `StripedPlan` of the others; ``None``: there are none.
+        striped_counts: Number of striped tokens of every rank; empty: there are none.
+        kinds: By kind of layer.
     """
 
-    cos_T1R: Tensor | None
-    sin_T1R: Tensor | None
     owned_t: Tensor | None
-    slots_t: Tensor
     replicated: int
-    attention: Any
-    striped: Any = None
+    striped_counts: tuple[int, ...]
+    kinds: tuple[KindPlan, ...]
 
 
 class DCPContext(StaticInferenceContext):
@@ -52,8 +65,8 @@ class DCPContext(StaticInferenceContext):
     path; any other context, or none, leaves Megatron's own forward in charge.
 
     Args:
-        pool: This rank's shard of the cache.
-        cache_index: Megatron's ``layer_number`` → layer of the pool.
+        pools: This rank's shard of the cache, a pool for each kind of layer.
+        cache_index: Megatron's ``layer_number`` → kind, and layer of that kind's pool.
         groups: Process groups with ``.tp``, ``.dcp``, ``.tp_dcp`` and ``.dcp_layout``.
         backend: Computes partial attention; knows no ranks.
         exchange: Merges partials over ``groups.dcp``; knows no kernels.
@@ -67,8 +80,8 @@ class DCPContext(StaticInferenceContext):
         *,
         max_batch_size: int,
         max_sequence_length: int,
-        pool: KVPool,
-        cache_index: dict[int, int],
+        pools: tuple[KVPool, ...],
+        cache_index: dict[int, tuple[int, int]],
         groups: Any,
         backend: AttentionBackend,
         exchange: Exchange,
@@ -78,7 +91,7 @@ class DCPContext(StaticInferenceContext):
         metrics: Metrics | None = None,
     ) -> None:
         super().__init__(max_batch_size, max_sequence_length)
-        self.pool = pool
+        self.pools = pools
         self.cache_index = cache_index
         self.groups = groups
         self.backend = backend
@@ -89,12 +102,17 @@ class DCPContext(StaticInferenceContext):
         self.metrics = metrics
         self.plan: StepPlan | None = None
 
-    def rotate(self, x_TNH: Tensor) -> Tensor:
-        """Rotate queries or keys by the global positions of the step's tokens."""
+    def plan_of(self, layer_number: int) -> KindPlan:
+        """The layer's part of the step's plan."""
         assert self.plan is not None
-        if self.plan.cos_T1R is None or self.plan.sin_T1R is None:
+        return self.plan.kinds[self.cache_index[layer_number][0]]
+
+    def rotate(self, layer_number: int, x_TNH: Tensor) -> Tensor:
+        """Rotate a layer's queries or keys by the global positions of the step's tokens."""
+        plan = self.plan_of(layer_number)
+        if plan.cos_T1R is None or plan.sin_T1R is None:
             return x_TNH
-        return rotate(x_TNH, self.plan.cos_T1R, self.plan.sin_T1R, interleaved=self.rotary_interleaved)
+        return rotate(x_TNH, plan.cos_T1R, plan.sin_T1R, interleaved=self.rotary_interleaved)
 
     def write(self, layer_number: int, k_TKH: Tensor, v_TKH: Tensor | None = None) -> None:
         """Keep the keys and values of the tokens that this rank owns; the other ranks keep theirs.
@@ -104,11 +122,18 @@ class DCPContext(StaticInferenceContext):
         assert self.plan is not None
         if self.plan.owned_t is not None:
             k_TKH, v_TKH = k_TKH[self.plan.owned_t], None if v_TKH is None else v_TKH[self.plan.owned_t]
-        self.pool.write(self.cache_index[layer_number], self.plan.slots_t, k_TKH, v_TKH)
+        pool, index = self.pool_of(layer_number)
+        pool.write(index, self.plan_of(layer_number).slots_t, k_TKH, v_TKH)
+
+    def pool_of(self, layer_number: int) -> tuple[KVPool, int]:
+        """The pool that has the layer's keys and values, and which of its layers it is."""
+        kind, index = self.cache_index[layer_number]
+        return self.pools[kind], index
 
     def shard(self, layer_number: int) -> Shard:
         """This rank's keys and values of the layer."""
-        return self.pool.layer(self.cache_index[layer_number])
+        pool, index = self.pool_of(layer_number)
+        return pool.layer(index)
 
     def attend(self, q_TNH: Tensor, shard: Shard, attention: Any, *, scale: float) -> tuple[Tensor, Tensor]:
         """Attention over one shard: ``(out_TNV, lse_TN)``, fp32, by the back end's plan ``attention``."""

@@ -85,7 +85,7 @@ class DCPSelfAttention(SelfAttention):
         return q_TNH, k_TKH, v_TKH
 
     def _rotate(self, x_TNH: Tensor, ctx: DCPContext) -> Tensor:
-        return x_TNH if _skips_rope(self) else ctx.rotate(x_TNH)
+        return x_TNH if _skips_rope(self) else ctx.rotate(self.layer_number, x_TNH)
 
     def _gather_kv_group(self, mixed: Tensor, ctx: DCPContext) -> Tensor:
         """``[q … q, k, v]`` of this rank's KV head, where tp > KV heads and Megatron splits these rows over ranks."""

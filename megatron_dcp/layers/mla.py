@@ -77,7 +77,7 @@ class DCPMLASelfAttention(MLASelfAttention):
             q_T1x, _ = self.linear_q_up_proj(self.q_layernorm(down))
         q_TNH = q_T1x.view(len(q_T1x), -1, self.q_head_dim)
         q_TND, q_TNP = q_TNH.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        return torch.cat((q_TND, ctx.rotate(q_TNP)), dim=-1)
+        return torch.cat((q_TND, ctx.rotate(self.layer_number, q_TNP)), dim=-1)
 
     def _latents(self, hidden_T1h: Tensor, ctx: DCPContext) -> Tensor:
         """What the cache keeps of the tokens, ``[T, 1, R + P]``: the normalised latent and the rotated key."""
@@ -85,7 +85,7 @@ class DCPMLASelfAttention(MLASelfAttention):
         latent_T1R, k_T1P = self._whole(self.linear_kv_down_proj, hidden_T1h, rank + rotated, ctx).split(
             [rank, rotated], dim=-1
         )
-        return torch.cat((self._normalised(latent_T1R), ctx.rotate(k_T1P)), dim=-1)
+        return torch.cat((self._normalised(latent_T1R), ctx.rotate(self.layer_number, k_T1P)), dim=-1)
 
     def _whole(self, linear: Any, hidden_T1h: Tensor, size: int, ctx: DCPContext) -> Tensor:
         """The down-projection's ``size`` outputs, which Megatron's own linear layer splits over the TP ranks."""

@@ -49,8 +49,20 @@ def cached_kv_heads(config: Any) -> int:
     return 1 if config.multi_latent_attention else config.num_query_groups
 
 
-def rotary_table(gpt: Any) -> RotaryTable | None:
+def layer_windows(config: Any) -> list[int | None]:
+    """For every layer of a ``TransformerConfig``'s model the keys that a query sees; ``None``: all before it."""
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    size, freq = config.window_size, config.window_attn_skip_freq
+    slides = (is_layer_window_attention(size, freq, number) for number in range(1, config.num_layers + 1))
+    return [size[0] + 1 if each else None for each in slides]
+
+
+def rotary_table(gpt: Any, *, window: bool = False) -> RotaryTable | None:
     """RoPE of a ``GPTModel`` by global position; ``None`` where it has none.
+
+    Args:
+        window: Of its layers with a sliding window.
 
     Megatron rotates MLA's queries and keys in pairs of neighbouring dims and leaves them in another order; the order is
     the same for both, so scores do not depend on it.
@@ -73,6 +85,8 @@ def rotary_table(gpt: Any) -> RotaryTable | None:
     rotary = getattr(gpt, "rotary_pos_emb", None)
     if rotary is None:
         return None
+    if hasattr(rotary, "rope_local"):  # `megatron_dcp.gemma`, and Megatron-Bridge's Gemma 3
+        rotary = rotary.rope_local if window else getattr(rotary, "rope", rotary)
     return RotaryTable(
         inv_freq=rotary.inv_freq / (rotary.seq_len_interpolation_factor or 1.0), interleaved=config.rotary_interleaved
     )

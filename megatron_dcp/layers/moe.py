@@ -75,20 +75,20 @@ class DCPMoELayer(MoELayer):
 def _gathered(x_Th: Tensor, ctx: DCPContext) -> Tensor:
     """The replicated tokens, and the striped ones of all ranks where those share experts."""
     plan = ctx.plan
-    if plan is None or plan.striped is None or not ctx.experts_over_dcp:
+    if plan is None or not plan.striped_counts or not ctx.experts_over_dcp:
         return x_Th
-    striped = gather_tokens(x_Th[plan.replicated :], plan.striped.counts, ctx)
+    striped = gather_tokens(x_Th[plan.replicated :], plan.striped_counts, ctx)
     return torch.cat((x_Th[: plan.replicated], striped))
 
 
 def _own(out_Th: Tensor, ctx: DCPContext) -> Tensor:
     """Of :func:`_gathered` tokens those of this rank."""
     plan = ctx.plan
-    if plan is None or plan.striped is None or not ctx.experts_over_dcp:
+    if plan is None or not plan.striped_counts or not ctx.experts_over_dcp:
         return out_Th
     rank = ctx.groups.dcp.rank()
-    first = plan.replicated + sum(plan.striped.counts[:rank])
-    return torch.cat((out_Th[: plan.replicated], out_Th[first : first + plan.striped.counts[rank]]))
+    first = plan.replicated + sum(plan.striped_counts[:rank])
+    return torch.cat((out_Th[: plan.replicated], out_Th[first : first + plan.striped_counts[rank]]))
 
 
 def experts_over_dcp(groups: Any) -> bool:

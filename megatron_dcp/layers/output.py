@@ -39,4 +39,5 @@ def project_output(linear_proj: Any, merged: Exchanged, ctx: DCPContext) -> tupl
     first, count = merged.first_head, merged.num_heads
     share = product(out_Ti, linear_proj.weight[:, first * v_dim : (first + count) * v_dim])
     share = all_reduce_sum(share, ctx.groups.tp_dcp, metrics=ctx.metrics)
-    return share.unsqueeze(1), linear_proj.bias
+    norm = getattr(linear_proj, "post_layernorm", None)
+    return share.unsqueeze(1) if norm is None else norm(share.unsqueeze(1)), linear_proj.bias

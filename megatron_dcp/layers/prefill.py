@@ -43,11 +43,22 @@ PlanAttention = Callable[[AttentionBatch], Any]
 
 
 class Chunk(NamedTuple):
-    """Tokens ``[start, stop)`` of a sequence that a step computes, by global position."""
+    """Tokens ``[start, stop)`` of a sequence that a step computes, by global position.
+
+    Attributes:
+        block_table: Of the layers in question.
+        window: Keys that a query of these layers sees; ``None``: all.
+    """
 
     start: int
     stop: int
     block_table: Sequence[int]
+    window: int | None = None
+
+    def blocks(self, layout: KVLayout) -> range:
+        """Entries of the table with the keys that its tokens see."""
+        first = 0 if self.window is None else layout.first_block(self.start, self.window)
+        return range(first, layout.blocks_for(self.stop))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +156,7 @@ def plan_striped(
     """
     positions = [_positions(chunks, layout, source) for source in range(layout.dcp_size)]
     counts = tuple(sum(map(len, of_rank)) for of_rank in positions)
-    kv_bytes = sizes.per_key * layout.block_size * sum(layout.blocks_for(chunk.stop) for chunk in chunks)
+    kv_bytes = sizes.per_key * layout.block_size * sum(len(chunk.blocks(layout)) for chunk in chunks)
     q_bytes = sizes.per_query * max(counts)
     way: PassKV | PassQ
     if name == "pass_kv" or (name == "auto" and kv_bytes <= q_bytes):
@@ -202,13 +213,13 @@ def gather_tokens(x_t: Tensor, counts: Sequence[int], ctx: DCPContext) -> Tensor
 
 
 def _pass_kv(attention: StripedAttention, layer_number: int, q_tNH: Tensor, way: PassKV, ctx: DCPContext) -> Tensor:
-    index = ctx.cache_index[layer_number]
-    hops = ring((ctx.pool.pack(index, slab.slots) for slab in way.slabs), ctx.groups.dcp, ctx.metrics)
+    pool, index = ctx.pool_of(layer_number)
+    hops = ring((pool.pack(index, slab.slots) for slab in way.slabs), ctx.groups.dcp, ctx.metrics)
     out_tNV, lse_tN = attention.partial(q_tNH, ctx.shard(layer_number), way.own, ctx)  # while the first slab travels
     for hop in hops:
         slab = way.slabs[hop.number]
         mine = slice(slab.first, slab.stop)
-        shard = ctx.pool.unpack(hop.tensor)
+        shard = pool.unpack(hop.tensor)
         partial = attention.partial(q_tNH[mine], shard, slab.by_source[hop.source], ctx)
         merge_into(out_tNV[mine], lse_tN[mine], *partial)
     return out_tNV
@@ -225,16 +236,23 @@ def _positions(chunks: Sequence[Chunk], layout: KVLayout, rank: int) -> list[np.
 
 def _batch(chunks: Sequence[Chunk], positions: Sequence[np.ndarray], layout: KVLayout, source: int) -> AttentionBatch:
     """Queries at ``positions[i]`` of the sequence of ``chunks[i]`` over the shard of rank ``source``."""
+    window = chunks[0].window
+    flat = np.concatenate(positions)
     return AttentionBatch(
         q_lens=tuple(map(len, positions)),
-        visible=tuple(_visible(np.concatenate(positions), layout, source).tolist()),
+        visible=tuple(_visible(flat, layout, source).tolist()),
         block_tables=tuple(tuple(chunk.block_table) for chunk in chunks),
         block_size=layout.block_size,
+        hidden=() if window is None else tuple(_hidden(flat, window, layout, source).tolist()),
     )
 
 
 def _visible(positions: np.ndarray, layout: KVLayout, source: int) -> np.ndarray:
     return layout.visible(positions, source)  # type: ignore[type-var]
+
+
+def _hidden(positions: np.ndarray, window: int, layout: KVLayout, source: int) -> np.ndarray:
+    return layout.hidden(positions, window, source)  # type: ignore[type-var]
 
 
 def _slabs(
@@ -257,14 +275,17 @@ def _slabs(
             if source == rank:
                 by_source.append(None)
                 continue
-            visible, tables, begin = [], [], 0
+            visible, hidden, tables, begin = [], [], [], 0
             for i, low, high in segments:
                 seen = _visible(positions[i], layout, source) - low * size
                 visible += np.clip(seen, 0, (high - low) * size).tolist()
+                if (window := chunks[i].window) is not None:
+                    before = _hidden(positions[i], window, layout, source) - low * size
+                    hidden += np.clip(before, 0, (high - low) * size).tolist()
                 tables.append(tuple(range(begin, begin + high - low)))
                 begin += high - low
             q_lens = tuple(len(positions[i]) for i, _, _ in segments)
-            by_source.append(plan(AttentionBatch(q_lens, tuple(visible), tuple(tables), size)))
+            by_source.append(plan(AttentionBatch(q_lens, tuple(visible), tuple(tables), size, tuple(hidden))))
         first = int(ends[segments[0][0]]) - len(positions[segments[0][0]])
         yield Slab(slots.to(device), first, int(ends[segments[-1][0]]), tuple(by_source))
 
@@ -278,7 +299,7 @@ def _segments(chunks: Sequence[Chunk], layout: KVLayout, most: int) -> Iterator[
     segments: list[tuple[int, int, int]] = []
     room = most
     for i, chunk in enumerate(chunks):
-        low, end = 0, layout.blocks_for(chunk.stop)
+        low, end = chunk.blocks(layout).start, chunk.blocks(layout).stop
         while low < end:
             high = min(end, low + room)
             segments.append((i, low, high))

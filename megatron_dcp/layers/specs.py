@@ -117,7 +117,6 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
         "cache_mla_latents": "DCP keeps the latents in its own cache; set it to False",
         "experimental_attention_variant": "sparse attention is not there yet",
         "attention_output_gate": "gated attention is not there yet",
-        "window_size": "sliding-window layers are not there yet",
         "sequence_parallel": "build the inference model with sequence_parallel=False",
         "flash_decode": "Megatron's own decode kernel would be bypassed; set it to False",
         "fp8": "low-precision weights are not there yet",
@@ -125,6 +124,9 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
     for field, why in simple.items():
         if getattr(config, field, None):
             yield field, getattr(config, field), why
+    window = getattr(config, "window_size", None)
+    if window and (config.multi_latent_attention or len(window) != 2 or window[0] < 0 or window[1] != 0):
+        yield "window_size", window, "use (keys before a token that it sees, 0), and no latent attention"
     if config.multi_latent_attention and config.normalization != "RMSNorm":
         yield "normalization", config.normalization, "latent attention is known with RMSNorm"
     if getattr(config, "softmax_type", "vanilla") != "vanilla":

@@ -21,7 +21,7 @@ def slots_seen(unit: Unit, group: int) -> dict[int, list[list[int]]]:
         keys = piece.keys if isinstance(piece.keys, torch.Tensor) else torch.arange(piece.length) + piece.keys[0]
         assert len(keys) % piece.parts == 0 and len(keys) > 0
         for part, keys_C in enumerate(keys.view(piece.parts, -1)):
-            own = [tokens[part]] if unit.tokens is not None else tokens[piece.skip :]
+            own = [tokens[part]] if unit.tokens is not None else tokens[piece.skip : piece.stop]
             mask = torch.zeros(1, 1) if piece.mask is None else piece.mask.expand(piece.parts, -1, -1, -1)[part, 0]
             mask_RC = mask.expand(len(own) * group, len(keys_C))
             for row, row_mask in enumerate(mask_RC):
@@ -45,7 +45,8 @@ def test_every_token_sees_its_keys_once(seed: int) -> None:
         head_keys=rng.choice([2, 9, 1000]),
         ways=1,
     )
-    q_lens, visible, tables = [], [], []
+    q_lens, visible, hidden, tables = [], [], [], []
+    window = rng.choice([None, None, 0, 1, 3, 30])
     blocks = list(range(400))
     if rng.random() < 0.5:
         rng.shuffle(blocks)
@@ -55,17 +56,24 @@ def test_every_token_sees_its_keys_once(seed: int) -> None:
         for _ in range(q_lens[-1]):
             seen += rng.choice([0, 1])
             visible.append(seen)
+            hidden.append(0 if window is None else max(0, seen - window))
         needed = -(-seen // block_size)
-        tables.append(tuple(blocks[:needed]) + (2**40,))
+        gone = hidden[-q_lens[-1]] // block_size
+        tables.append((-1,) * gone + tuple(blocks[gone:needed]) + (2**40,))
         del blocks[:needed]
     batch = AttentionBatch(
-        q_lens=tuple(q_lens), visible=tuple(visible), block_tables=tuple(tables), block_size=block_size
+        q_lens=tuple(q_lens),
+        visible=tuple(visible),
+        block_tables=tuple(tables),
+        block_size=block_size,
+        hidden=() if window is None else tuple(hidden),
     )
     units = cut_batch(batch, limits, CPU)
     found: dict[int, list[list[int]]] = {}
     for unit in units:
         assert unit.tokens is not None or unit.stop - unit.first <= limits.tokens
-        assert unit.tokens is not None or unit.pieces[0].skip == 0
+        whole = (None, unit.stop - unit.first)
+        assert unit.tokens is not None or (unit.pieces[0].skip == 0 and unit.pieces[0].stop in whole)
         for piece in unit.pieces:
             assert isinstance(piece.keys, tuple) or piece.length <= limits.work_keys
         rows = slots_seen(unit, limits.group)
@@ -74,7 +82,8 @@ def test_every_token_sees_its_keys_once(seed: int) -> None:
     token = 0
     for q_len, table in zip(q_lens, tables, strict=True):
         for _ in range(q_len):
-            expected = [table[i // block_size] * block_size + i % block_size for i in range(visible[token])]
+            keys = range(hidden[token], visible[token])
+            expected = [table[i // block_size] * block_size + i % block_size for i in keys]
             for row in found.pop(token, [[]] * limits.group):
                 # padding repeats the last key behind a mask, so nothing may be seen twice
                 assert sorted(row) == sorted(expected), (token, limits)
@@ -96,11 +105,13 @@ def test_thread_ways(kv_heads: int, threads: int, ways: int) -> None:
 
 
 def test_runs_join_neighbouring_blocks() -> None:
-    assert find_runs((3, 4, 5), 11, 4) == [(12, 11)]
-    assert find_runs((3, 4, 9, 2**40), 9, 4) == [(12, 8), (36, 1)]
-    assert find_runs((4, 3), 8, 4) == [(16, 4), (12, 4)]
+    assert find_runs((3, 4, 5), 0, 11, 4) == [(12, 11)]
+    assert find_runs((3, 4, 9, 2**40), 0, 9, 4) == [(12, 8), (36, 1)]
+    assert find_runs((-1, -1, 4, 5, 9), 9, 19, 4) == [(17, 7), (36, 3)]
+    assert find_runs((-1, 0, 1), 6, 7, 4) == [(2, 1)]
+    assert find_runs((4, 3), 0, 8, 4) == [(16, 4), (12, 4)]
     with pytest.raises(AssertionError, match="9 keys need 3 blocks of 4, the table has 2"):
-        find_runs((4, 3), 9, 4)
+        find_runs((4, 3), 0, 9, 4)
 
 
 @pytest.mark.parametrize("low", [0, 3, 4, 9, 12])
@@ -123,5 +134,5 @@ def test_batch_tensors_hold_no_block_that_no_query_needs() -> None:
     assert tensors.visible_T.tolist() == [4, 5, 0, 3]
     assert tensors.kv_lens.tolist() == [5, 0, 3]
     assert tensors.block_tables.tolist() == [[7, 9], [0, 0], [1, 0]]
-    assert {x.dtype for x in vars(tensors).values()} == {torch.int32}
+    assert {x.dtype for x in vars(tensors).values() if x is not None} == {torch.int32}
     assert batch.tensors(CPU) is tensors

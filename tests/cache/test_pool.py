@@ -39,21 +39,26 @@ def test_bytes_are_what_was_asked_in_one_storage(order: str, dtype: torch.dtype,
     assert len(addresses) == sum(tensor.numel() for tensor in tensors) == pool.bytes // dtype.itemsize
 
 
-@pytest.mark.parametrize("v_dim", [None, 4])
-def test_blocks_in_floors_and_never_exceeds(v_dim: int | None) -> None:
-    shape = {
-        "num_layers": 3,
-        "block_size": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "v_dim": v_dim,
-        "dtype": torch.bfloat16,
-    }
-    one = bytes_per_block(**shape)
-    assert one == 3 * 4 * 2 * (6 + (v_dim or 6)) * 2
-    assert [blocks_in(n, **shape) for n in (one, one + 1, 2 * one - 1, 2 * one, 10 * one + 3)] == [1, 1, 1, 2, 10]
-    with pytest.raises(ValueError, match=rf"{one - 1} bytes .* less than one block, {one} bytes .*give at least {one}"):
-        blocks_in(one - 1, **shape)
+def test_blocks_in_floors_and_never_exceeds() -> None:
+    assert [blocks_in(n, block_bytes=30) for n in (30, 31, 59, 60, 303)] == [1, 1, 1, 2, 10]
+    with pytest.raises(ValueError, match="29 bytes .* less than one block, 30 bytes; give at least 30"):
+        blocks_in(29, block_bytes=30)
+
+
+@pytest.mark.parametrize("block_bytes", [0, 7, 30])
+@pytest.mark.parametrize("window_bytes", [1, 50])
+@pytest.mark.parametrize("window_limit", [1, 4])
+def test_blocks_in_with_a_window(block_bytes: int, window_bytes: int, window_limit: int) -> None:
+    def total(n: int) -> int:
+        return n * block_bytes + min(n, window_limit) * window_bytes
+
+    one = block_bytes + window_bytes
+    for num_bytes in range(one, 12 * one):
+        n = blocks_in(num_bytes, block_bytes=block_bytes, window_bytes=window_bytes, window_limit=window_limit)
+        if n is None:
+            assert block_bytes == 0 and num_bytes > window_limit * window_bytes
+        else:
+            assert total(n) <= num_bytes and (total(n + 1) > num_bytes or not block_bytes)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -195,7 +200,6 @@ def test_a_latent_is_stored_once(order: str, dtype: torch.dtype) -> None:
     shape = {"num_layers": 3, "block_size": 4, "num_kv_heads": 1, "head_dim": 6, "v_dim": 4, "v_in_k": True}
     pool = KVPool(num_blocks=5, dtype=dtype, order=order, **shape)  # type: ignore[arg-type]
     assert pool.bytes == 3 * 5 * 4 * 6 * dtype.itemsize == 5 * bytes_per_block(dtype=dtype, **shape)
-    assert blocks_in(pool.bytes, dtype=dtype, **shape) == 5
     k_tKH = torch.randn(2, 1, 6).to(dtype)
     pool.write(1, torch.tensor([7, 19]), k_tKH)
     k_SKH, v_SKV = pool.layer(1)

@@ -86,7 +86,7 @@ def longer_than_a_rank(rank, world, path, prompt):
     tokens = llm.generate(prompt, SamplingParams(max_tokens=5, ignore_eos=True))[0].token_ids
     with pytest.raises(ValueError, match=r"needs 65 tokens of KV cache.*DCP group holds 64 .*over 2 ranks"):
         llm.generate([1] * 61, SamplingParams(max_tokens=5))
-    return tokens, llm.runner.pool.num_slots
+    return tokens, llm.runner.pools[0].num_slots
 
 
 def test_a_prompt_may_be_longer_than_a_ranks_pool_but_not_than_the_groups():

@@ -89,7 +89,7 @@ def stages_case(rank: int, world: int, theirs: Reference, paths: list[str], size
     runner = make_runner(theirs.path, one_stage)
     tokens, want = greedy(runner, theirs.prompts, DECODE)
     assert tokens == theirs.tokens
-    bytes_of_one = runner.pool.bytes
+    bytes_of_one = runner.kv_bytes
     parallel_state.destroy_model_parallel()
     errors = []
     for path in paths:
@@ -99,8 +99,8 @@ def stages_case(rank: int, world: int, theirs: Reference, paths: list[str], size
         if makes_logits(runner):
             errors += [worst(logits, [torch.from_numpy(each) for each in theirs.logits]), worst(logits, want)]
         own, stage = 4 // runner.groups.pp.size(), runner.groups.pp.rank()
-        assert runner.context.cache_index == {stage * own + 1 + layer: layer for layer in range(own)}
-        assert runner.pool.bytes == bytes_of_one // runner.groups.pp.size()
+        assert runner.context.cache_index == {stage * own + 1 + layer: (0, layer) for layer in range(own)}
+        assert runner.kv_bytes == bytes_of_one // runner.groups.pp.size()
         parallel_state.destroy_model_parallel()
     return errors
 

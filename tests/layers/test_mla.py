@@ -142,7 +142,7 @@ def traffic_case(rank, world, tp, dcp, layout, exchange, v_head_dim):
     metrics.reset()
     runner.step(StepBatch([SeqStep([7], 0, [i], 1) for i in range(3)]))
     dcp_rank = parallel_state.get_decode_context_parallel_rank()
-    return dcp_rank, metrics.collectives, runner.pool.bytes, runner.num_blocks
+    return dcp_rank, metrics.collectives, runner.kv_bytes, runner.num_blocks
 
 
 @pytest.mark.parametrize("v_head_dim", [12, 40])
@@ -173,7 +173,7 @@ def memory_case(rank, world, path, dcp):
         cache=CacheConfig(block_size=8),
     )
     (output,) = llm.generate([list(range(97))], SamplingParams(max_tokens=128, ignore_eos=True))
-    return output.token_ids, llm.runner.pool.bytes
+    return output.token_ids, llm.runner.kv_bytes
 
 
 def test_within_tp_keeps_one_copy_in_the_whole_group():

@@ -145,7 +145,7 @@ def slabs_case(rank, world, kind, per_slab):
         engine=EngineConfig(prefill="pass_kv"),
     )
     try:
-        prefill.SLAB_BYTES = per_slab * BLOCK * runner.pool.bytes_per_key
+        prefill.SLAB_BYTES = per_slab * BLOCK * runner.pools[0].bytes_per_key
         vars(sdpa).update(limits)
         return largest_error(runner, whole_model(config, state), texts, lens, 20)
     finally:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_dcp.checkpoint.families.transforms import QKV, GateUp, Same, Transform, Vocabulary
+from megatron_dcp.checkpoint.families.windows import Windows
 from megatron_dcp.checkpoint.names import model_tensors, split_layer_name
 from megatron_dcp.model_config import ModelConfig
 
@@ -53,6 +54,18 @@ _OUTSIDE: dict[str, tuple[str, Transform]] = {
 }
 
 
+# What most families have.
+_PLAIN: dict[str, Any] = {
+    "swiglu": True,
+    "geglu": False,
+    "layernorm_zero_centered_gamma": False,
+    "sandwich_norms": False,
+    "scale_embeddings": False,
+    "softmax_scale": None,
+    "window_rotary_base": None,
+}
+
+
 @dataclass(frozen=True)
 class Row:
     """One tensor of Megatron and the Hugging Face tensors that it is packed from."""
@@ -70,8 +83,9 @@ class Family:
         layer: The layer's table.
         defaults: What ``transformers`` assumes for keys that ``config.json`` leaves out.
         required: Keys beyond those of every model without which the shape is not known.
-        nullable: Such keys whose ``null`` says something.
+        nullable: Keys whose ``null`` says something else than their default, or that have none and must be there.
         off: Keys that change the model in a way that is not supported, and the values that do not.
+        windows: How it says which layers have a sliding window.
     """
 
     model_type: str
@@ -81,6 +95,16 @@ class Family:
     required: tuple[str, ...] = ()
     nullable: tuple[str, ...] = ()
     off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    windows: Windows = field(default_factory=Windows)
+
+    def fields(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Fields of `ModelConfig` that families read differently, from the keys of a ``config.json``.
+
+        Raises:
+            ValueError: The keys describe a model that Megatron cannot have.
+        """
+        return {**_PLAIN, **self.windows.shape(values), **self.shape(values)}
 
     @property
     def qkv_bias(self) -> bool:
@@ -99,11 +123,7 @@ class Family:
         return "mlp.router.weight" in self.layer
 
     def shape(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Fields of `ModelConfig` that families read differently, from the keys of a ``config.json``.
-
-        Raises:
-            ValueError: The keys describe a model that Megatron cannot have.
-        """
+        """Of `fields` those that are this family's own."""
         heads = values["num_attention_heads"]
         return {
             "num_query_groups": values.get("num_key_value_heads", heads),
@@ -113,8 +133,12 @@ class Family:
         }
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
-        """Inverse of `shape`: the keys of a ``config.json`` for ``config``, as far as this family can say it."""
-        return {"num_key_value_heads": config.num_query_groups, "head_dim": config.kv_channels}
+        """Inverse of `fields`: the keys of a ``config.json`` for ``config``, as far as this family can say it."""
+        return {
+            "num_key_value_heads": config.num_query_groups,
+            "head_dim": config.kv_channels,
+            **self.windows.keys(config),
+        }
 
     def rows(self, config: ModelConfig) -> list[Row]:
         """The table for a model of ``config``'s shape, in the order of the forward pass."""
@@ -136,7 +160,6 @@ class Family:
         """Whether a ``config.json`` of this family can say ``config``."""
         if (
             config.normalization != "RMSNorm"
-            or not config.swiglu
             or config.add_bias_linear
             or config.rotary_percent != 1.0
             or (config.mla is not None) != self.latent_attention
@@ -144,7 +167,7 @@ class Family:
         ):
             return False
         try:
-            shape = self.shape(common_keys(config) | self.keys(config))
+            shape = self.fields(common_keys(config) | self.keys(config))
         except ValueError:
             return False
         return all(getattr(config, name) == value for name, value in shape.items())
@@ -158,7 +181,7 @@ def common_keys(config: ModelConfig) -> dict[str, Any]:
         "intermediate_size": config.ffn_hidden_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_attention_heads,
-        "hidden_act": "silu",
+        **({"hidden_act": "silu"} if config.swiglu else {}),
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,

@@ -4,6 +4,7 @@ from typing import Any
 
 from megatron_dcp.checkpoint.families.base import ATTENTION, NORMS, Family, check_renormalised, mlp_rows
 from megatron_dcp.checkpoint.families.transforms import Same
+from megatron_dcp.checkpoint.families.windows import EveryLayer
 from megatron_dcp.model_config import ModelConfig, MoEConfig
 
 
@@ -40,5 +41,6 @@ MIXTRAL = _Mixtral(
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "rope_theta": 1e6,
     },
     required=("num_local_experts", "num_experts_per_tok"),
-    off={"sliding_window": (None,), "attention_bias": (None, False)},
+    off={"attention_bias": (None, False)},
+    windows=EveryLayer(),
 )  # fmt: skip
