@@ -167,8 +167,9 @@ _MOE_ELSEWHERE = ("num_experts", "moe_layer_freq", "moe_router_group_score_topk"
 def local_layer_spec(config: ModelConfig, layers: range | None = None) -> ModuleSpec | TransformerBlockSubmodules:
     """Layers of Megatron's own modules, without TransformerEngine.
 
-    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training, and with sliding windows, which it
-    has on a GPU only, or MLA, for which Megatron has none without TransformerEngine, :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
+    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training. With MLA, for which Megatron has none
+    without TransformerEngine, and with sliding windows it is
+    :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
 
     Args:
         layers: Numbers (from 0) of the layers that a pipeline stage has; default: all.
@@ -183,7 +184,7 @@ def local_layer_spec(config: ModelConfig, layers: range | None = None) -> Module
     kinds: dict[bool, Any] = {False: _one_layer_spec(config, None), True: _one_layer_spec(config, config.moe)}
     return TransformerBlockSubmodules(
         layer_specs=[kinds[config.is_moe_layer(layer)] for layer in layers or range(config.num_layers)],
-        layer_norm=kinds[0].submodules.input_layernorm,
+        layer_norm=kinds[False].submodules.input_layernorm,
     )
 
 

@@ -200,8 +200,10 @@ class ModelConfig:
         self._check_windows()
         if self.swiglu and self.geglu:
             raise ValueError("swiglu=True and geglu=True exclude each other; set one of them to False")
-        if self.layernorm_zero_centered_gamma and self.normalization != "RMSNorm":
-            raise ValueError("layernorm_zero_centered_gamma=True is supported with normalization='RMSNorm' only")
+        if self.layernorm_zero_centered_gamma and (self.normalization != "RMSNorm" or self.mla is not None):
+            raise ValueError(
+                "layernorm_zero_centered_gamma=True is supported with normalization='RMSNorm' and no latent attention"
+            )
 
     def _check_windows(self) -> None:
         size, freq = self.window_size, self.window_attn_skip_freq

@@ -25,7 +25,6 @@ from workers import run_on_ranks
 BLOCK, DECODE, VOCAB = 8, 48, 100
 TOLERANCE = 1e-4
 PREFILLS: tuple[PrefillName, ...] = ("pass_kv", "pass_q", "replicated")
-GREEDY = SamplingParams(max_tokens=DECODE, ignore_eos=True)
 
 
 def prompts_for(dcp_size: int, few: bool = False) -> list[list[int]]:
@@ -44,25 +43,26 @@ class Reference:
 
     path: str
     prompts: list[list[int]]
+    decode: int
     tokens: list[list[int]]
     logits: list[Any]
 
 
 @functools.cache
-def reference(family: str, dcp_size: int, few: bool = False, **model: Any) -> Reference:
-    """Of ``tiny_model(family, **model)`` for :func:`prompts_for`."""
+def reference(family: str, dcp_size: int, few: bool = False, decode: int = DECODE, **model: Any) -> Reference:
+    """Of ``tiny_model(family, **model)`` for :func:`prompts_for`, ``decode`` tokens each."""
     path = tiny_model(family, **model)
     hf, prompts, tokens, logits = hf_model(path), prompts_for(dcp_size, few), [], []
     for prompt in prompts:
         text = list(prompt)
         with torch.no_grad():
-            for _ in range(DECODE):  # not model.generate: it would stop at the model's end-of-text token
+            for _ in range(decode):  # not model.generate: it would stop at the model's end-of-text token
                 rows = hf(torch.tensor([text])).logits[0, len(prompt) - 1 :]
                 text.append(int(rows[-1].argmax()))
         tokens.append(text[len(prompt) :])
         logits.append(rows.float().numpy())
     assert len({tuple(each) for each in tokens}) > len(tokens) // 2, "the model says the same to every prompt"
-    return Reference(str(path), prompts, tokens, logits)
+    return Reference(str(path), prompts, decode, tokens, logits)
 
 
 def sharded_errors(rank, world, references, tp, dcp_size, layout, settings, experts=None):
@@ -87,7 +87,7 @@ def sharded_errors(rank, world, references, tp, dcp_size, layout, settings, expe
                 **(experts or {}),
             )
             with recorded_logits() as ours:
-                outputs = llm.generate(prompts, GREEDY)
+                outputs = llm.generate(prompts, SamplingParams(max_tokens=theirs.decode, ignore_eos=True))
             for output, want in zip(outputs, theirs.tokens, strict=True):
                 assert output.token_ids == want, (number, interleave, exchange, output, want)
             megatron = megatron or megatron_rows(theirs.path, prompts, texts, "float32")

@@ -45,10 +45,10 @@ def tiny_model(
     """Directory of a random model.
 
     Args:
-        family: One of `FAMILIES`, `WINDOW_FAMILIES` or `MOE_FAMILIES`. The last have 8 experts, of which a token sees 4, and layer 0
-            dense where the family can have that; those of `MLA_FAMILIES` have a KV head per query head, and
-            ``head_dim`` says nothing. Those of `WINDOW_FAMILIES` have a sliding window of 9, in ``gemma3_text`` in every
-            other layer, from the first on.
+        family: One of `FAMILIES`, `WINDOW_FAMILIES` or `MOE_FAMILIES`. The last have 8 experts, of which a token sees
+            4, and layer 0 dense where the family can have that; those of `MLA_FAMILIES` have a KV head per query head,
+            and ``head_dim`` says nothing. Those of `WINDOW_FAMILIES` have a sliding window of 9, in ``gemma3_text`` in
+            every other layer, from the first on.
         head_dim: Default ``hidden / heads``, but for ``qwen3`` and ``qwen3_moe`` 12, which is not that.
         rope_scaling: Items of the dict, e.g. ``LLAMA3``, or ``YARN`` for `MLA_FAMILIES`.
         tokenizer: Add a byte-level tokenizer; ``vocab_size`` is then at least `BYTE_VOCAB`.

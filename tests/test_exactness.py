@@ -36,7 +36,8 @@ def test_orthogonal(family, tp, dcp_size):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tp,dcp_size,kv_heads", [(1, 1, 2), (2, 1, 2), (2, 2, 1), (4, 2, 2), (4, 4, 1)])
 def test_within_tp(family, tp, dcp_size, kv_heads):
-    others = [(4, exchange) for exchange in ("all_reduce", "ag_rs")] if (family, tp) == ("llama", 4) else []
+    every = (family, tp, dcp_size) == ("llama", 4, 2)
+    others = [(4, exchange) for exchange in ("all_reduce", "ag_rs")] if every else []
     models = [reference(family, dcp_size, kv_heads=kv_heads)]
     check(models, tp, dcp_size, "within_tp", interleaves(family, dcp_size) + others)
 

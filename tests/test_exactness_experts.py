@@ -22,7 +22,7 @@ LATENT = [name for name in MODELS if name.startswith("deepseek")]
 
 
 def references(names: Any, dcp_size: int) -> list[Any]:
-    return [reference(MODELS[name][0], dcp_size, few=True, **MODELS[name][1]) for name in names]
+    return [reference(MODELS[name][0], dcp_size, few=True, decode=24, **MODELS[name][1]) for name in names]
 
 
 def experts(ep: int, expert_tp: int = 1) -> dict[str, int]:

@@ -18,7 +18,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def references(names: Any, dcp_size: int, **model: Any) -> list[Any]:
-    return [reference(MODELS[name][0], dcp_size, few=True, **MODELS[name][1], **model) for name in names]
+    return [reference(MODELS[name][0], dcp_size, few=True, decode=24, **MODELS[name][1], **model) for name in names]
 
 
 @pytest.mark.parametrize(

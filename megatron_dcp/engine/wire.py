@@ -3,10 +3,10 @@
 A message is one array of fp64, which holds token ids, block numbers and fp32 log-probabilities exactly: first
 everything that is whole, then the log-probabilities::
 
-    length, whole numbers, kind, blocks, gone.., outcomes.., sequences.., text.. | log-probabilities..
+    length, whole numbers, kind, blocks, flags, gone.., outcomes.., sequences.., text.. | log-probabilities..
 
 A plan says what is new. Followers keep the block table of every sequence that they have seen (`Tables`), the driver how
-much of each they have (`Known`); so a sequence that decodes costs eight numbers a step.
+much of each they have (`Known`); so a sequence that decodes costs seven numbers a step.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class Message(NamedTuple):
 
 def encode(message: Message) -> np.ndarray:
     """The message as fp64; the first number is how many there are."""
-    whole: list[Any] = [0, 0, message.kind, message.num_blocks, message.is_value_error, len(message.gone)]
+    windows = any(len(seq.in_window) for seq in message.seqs)
+    whole: list[Any] = [0, 0, message.kind, message.num_blocks, message.is_value_error, windows, len(message.gone)]
     whole += message.gone
     fractions: list[float] = []
     whole.append(len(message.outcomes))
@@ -110,7 +111,8 @@ def encode(message: Message) -> np.ndarray:
         fractions += prompt_logprobs
     whole.append(len(message.seqs))
     for index, start, num_logits, kept, blocks, in_window, tokens in message.seqs:
-        whole += (index, start, num_logits, kept, len(blocks), len(in_window), len(tokens))
+        assert len(in_window) == (len(blocks) if windows else 0)
+        whole += (index, start, num_logits, kept, len(blocks), len(tokens))
         whole += blocks
         whole += in_window
         whole += tokens
@@ -124,8 +126,8 @@ def decode(numbers: np.ndarray) -> Message:
     length, split = int(numbers[0]), int(numbers[1])
     whole: list[int] = numbers[:split].astype(np.int64).tolist()
     fractions: list[float] = numbers[split:length].tolist()
-    at, at_fraction = 6 + whole[5], 0
-    gone = whole[6:at]
+    windows, at, at_fraction = whole[5], 7 + whole[6], 0
+    gone = whole[7:at]
     outcomes = []
     for _ in range(whole[at]):
         index, reason, cached, num_prompt, num_tokens = whole[at + 1 : at + 6]
@@ -137,10 +139,10 @@ def decode(numbers: np.ndarray) -> Message:
     at += 1
     seqs = []
     for _ in range(whole[at]):
-        index, start, num_logits, kept, *counts = whole[at + 1 : at + 8]
-        at += 8
+        index, start, num_logits, kept, num_blocks, num_tokens = whole[at + 1 : at + 7]
+        at += 7
         lists = []
-        for count in counts:
+        for count in (num_blocks, num_blocks * windows, num_tokens):
             lists.append(whole[at : at + count])
             at += count
         at -= 1

@@ -166,6 +166,31 @@ def test_kept_blocks_outlive_their_sequences_until_dropped() -> None:
     pool.check_integrity()
 
 
+def test_released_blocks_are_free_unless_others_hold_them() -> None:
+    pool = BlockPool(8)
+    pool.reserve("a", 4)
+    pool.keep(pool.table("a")[1])
+    pool.share("b", pool.table("a")[:3])
+    first = list(pool.table("a"))
+    assert pool.release("a", 2) == first[:2] and pool.release("a", 2) == []
+    assert pool.table("a") == [-1, -1, *first[2:]] and pool.num_free == 4
+    pool.check_integrity()
+    assert pool.missing("a", 5) == 1
+    pool.reserve("a", 5)
+    pool.free("b")
+    assert pool.num_free == 4  # one block is kept, and "a" holds three
+    assert pool.release("a", 5) == [*first[2:], *pool.table("a")[5:], *[b for b in (first[-1] + 1,)]]
+    pool.check_integrity()
+    pool.share("c", [-1, first[1]])
+    pool.drop(first[1])
+    pool.reserve("a", 7)
+    pool.check_integrity()
+    pool.free("a")
+    pool.free("c")
+    pool.check_integrity()
+    assert pool.num_free == 8
+
+
 def test_out_of_blocks_names_sizes_of_the_group_and_the_remedy() -> None:
     pool = BlockPool(10, tokens_per_block=256)
     pool.reserve("a", 7)

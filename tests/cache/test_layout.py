@@ -104,6 +104,28 @@ def test_tensors_give_what_ints_give(dcp: int, interleave: int, block: int) -> N
         assert all(type(function(position, *args)) is int for position in (0, 1, block))
 
 
+@pytest.mark.parametrize("dcp,interleave,block", [(1, 1, 4), (2, 1, 2), (3, 2, 4), (4, 4, 4)])
+@pytest.mark.parametrize("window", [1, 2, 5, 16, 100])
+def test_a_window_is_a_suffix_of_the_visible_keys(dcp: int, interleave: int, block: int, window: int) -> None:
+    layout = KVLayout(dcp, interleave, block)
+    size = layout.logical_block_tokens
+    for position in range(60):
+        first = max(0, position - window + 1)
+        for rank, own in enumerate(deal(layout, position + 1)):
+            hidden, visible = layout.hidden(position, window, rank), layout.visible(position, rank)
+            assert own[hidden:visible] == [p for p in own if p >= first]
+        assert layout.first_block(position, window) == first // size
+        for count in (1, 2, 9):
+            last = position + count - 1
+            assert last // size - first // size + 1 <= layout.window_blocks(window, count)
+    spans = [(p + 8) // size - max(0, p - window + 1) // size + 1 for p in range(window, window + 2 * size)]
+    assert max(spans) == layout.window_blocks(window, 9) or window + 9 < size + 2  # no more than is needed
+    positions = torch.arange(60)
+    for rank in range(dcp):
+        expected = [layout.hidden(p, window, rank) for p in range(60)]
+        assert layout.hidden(positions, window, rank).tolist() == expected
+
+
 def test_slot_follows_the_block_table() -> None:
     layout = KVLayout(dcp_size=2, interleave=2, block_size=4)
     table = [7, 2, 9]

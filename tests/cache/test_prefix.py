@@ -5,15 +5,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from megatron_dcp.cache import BlockPool, PrefixCache
+from megatron_dcp.cache import BlockPool, PrefixCache, WindowPool
 
 
 def reader(tokens):
     return lambda start, stop: tokens[start:stop]
 
 
-def make(num_blocks: int, **options) -> PrefixCache:
-    return PrefixCache(BlockPool(num_blocks), 2, **options)
+def make(num_blocks: int, window: int | None = None, window_blocks: int | None = None, **options) -> PrefixCache:
+    pool = None if window is None else WindowPool(window_blocks or num_blocks, window, 2)
+    return PrefixCache(BlockPool(num_blocks), 2, window=pool, **options)
 
 
 def compute(cache: PrefixCache, seq, tokens, *, limit=10**9) -> int:
@@ -43,9 +44,15 @@ class CacheMachine(RuleBasedStateMachine):
     A sequence may end without being computed, and two may compute the same: they have different blocks then.
     """
 
-    @initialize(num_blocks=st.integers(1, 12), enabled=st.sampled_from([True, True, True, False]))
-    def init(self, num_blocks, enabled) -> None:
-        self.cache = make(num_blocks, enabled=enabled)
+    @initialize(
+        num_blocks=st.integers(1, 12),
+        enabled=st.sampled_from([True, True, True, False]),
+        window=st.sampled_from([None, 1, 2, 3, 5, 50]),
+    )
+    def init(self, num_blocks, enabled, window) -> None:
+        self.cache = make(num_blocks, window, enabled=enabled)
+        self.window = window
+        self.window_written: dict[int, tuple[int, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
         self.written: dict[int, tuple[int, ...]] = {}  # by block: all tokens up to its last
@@ -64,6 +71,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.written[block] == tuple(tokens[: 2 * i + 2])
         self.made += 1
         self.cache.start(self.made, found)
+        self.check_window(self.made, tokens, 2 * len(found))
         self.tokens[self.made], self.computed[self.made] = tokens, 2 * len(found)
 
     @precondition(lambda self: self.tokens)
@@ -86,8 +94,22 @@ class CacheMachine(RuleBasedStateMachine):
             if stop > 2 * i and 2 * i + 2 > start:
                 assert pool.holders(block) == 1 and block not in pool.kept  # nothing that is shared is written
                 self.written[block] = tuple(tokens[: min(stop, 2 * i + 2)])
+                if self.window is not None:
+                    block = self.cache.window.pool.table(seq)[i]
+                    assert self.cache.window.pool.holders(block) == 1 and block not in self.cache.window.pool.kept
+                    self.window_written[block] = tuple(tokens[: min(stop, 2 * i + 2)])
+        self.check_window(seq, tokens, start, stop)
         self.computed[seq] = stop
         self.cache.extend(seq, reader(tokens), stop)
+
+    def check_window(self, seq, tokens, start, stop=None) -> None:
+        """What the tokens from ``start`` on see through the window is there."""
+        if self.window is not None:
+            table = self.cache.window.pool.table(seq)
+            stop = start if stop is None else stop
+            for position in range(max(0, start + 1 - self.window), stop):
+                written = self.window_written[table[position // 2]]
+                assert written == tuple(tokens[: len(written)]) and len(written) > position
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -117,6 +139,8 @@ class CacheMachine(RuleBasedStateMachine):
         for seq in getattr(self, "tokens", ()):
             self.cache.free(seq)
         if hasattr(self, "cache"):
+            if self.cache.window is not None:
+                assert not self.cache.window.pool.sequences
             self.cache.check_integrity()
             assert self.cache.num_available == self.cache.pool.num_blocks
 
@@ -261,6 +285,40 @@ def test_clear_forgets_and_wants_no_live_sequence() -> None:
     cache.free("a")
     cache.clear()
     assert known(cache, [1, 2]) == 0 and cache.pool.num_free == 4
+
+
+def test_a_prefix_is_reused_where_its_window_is_left() -> None:
+    cache, tokens = make(20, window=3, window_blocks=4), list(range(12))
+    cache.start("first", [])
+    for stop in range(2, 14, 2):  # three blocks hold the window of a step's tokens; what came first is forgotten
+        cache.reserve("first", stop // 2)
+        cache.extend("first", reader(tokens), stop)
+    cache.free("first")
+    cache.check_integrity()
+    assert known(cache, tokens) == 12
+    assert cache.num_cached == 6 and len(cache.window.pool.kept) == 4
+    assert known(cache, tokens[:6]) == 6 and known(cache, tokens[:5]) == 0  # [2, 4) would be seen, and [0, 2) is gone
+    compute(cache, "again", [*tokens[:8], 50, 51])
+    assert cache.window.pool.table("again")[:3] == [-1, -1, -1]
+    cache.free("again")
+    cache.clear()
+    assert cache.window.pool.num_free == 4
+
+
+def test_a_window_pool_as_large_as_all_that_runs_never_fails() -> None:
+    """Sequences far longer than their windows share a pool that holds these only."""
+    cache = make(100, window=4, window_blocks=2 * 4)
+    for text in range(3):
+        for seq in ("a", "b"):
+            cache.start(seq, [])
+        for stop in range(2, 60, 3):
+            for seq in ("a", "b"):
+                tokens = [text, len(seq), *range(60)] if seq == "a" else [text, 99, *range(60)]
+                cache.reserve(seq, -(-stop // 2))
+                cache.extend(seq, reader(tokens), stop)
+                cache.check_integrity()
+        for seq in ("a", "b"):
+            cache.free(seq)
 
 
 def test_disabled_it_is_a_pool() -> None:

@@ -71,6 +71,12 @@ def read(**changes: Any) -> ModelConfig:
         LATENT,
         {**LATENT, "mla": replace(MLA, q_lora_rank=None), "rope_scaling": YARN, "moe": MOE},
         {"moe": MoEConfig(num_experts=4, moe_layer_freq=(1, 1), moe_ffn_hidden_size=20, moe_router_topk=2)},
+        {"window_size": 7, "window_attn_skip_freq": (1, 0)},
+        {
+            "window_size": 7, "window_attn_skip_freq": (0, 1), "window_rotary_base": 500.0, "softmax_scale": 0.1,
+            "swiglu": False, "geglu": True, "layernorm_zero_centered_gamma": True, "sandwich_norms": True,
+            "scale_embeddings": True,
+        },
     ],
 )  # fmt: skip
 def test_round_trip(changes: dict[str, Any]) -> None:
@@ -78,6 +84,14 @@ def test_round_trip(changes: dict[str, Any]) -> None:
     args = args_from_config(config, dtype=torch.bfloat16, iteration=7)
     assert config_from_args(args, "common.pt") == config
     assert (args.params_dtype, args.bf16, args.iteration) == (torch.bfloat16, True, 7)
+
+
+def test_megatrons_own_windows() -> None:
+    """``--window-size`` counts the tokens before the own one, ``--window-attn-skip-freq`` may be a number."""
+    assert read(window_size=(127, 0)).window_size == 128
+    assert read(window_size=(127, 0)).window_attn_skip_freq == (1, 1, 1, 1)
+    assert read(window_size=[127, 0], window_attn_skip_freq=2).window_attn_skip_freq == (1, 0, 1, 0)
+    assert read(window_size=(127, 0), window_attn_skip_freq=[0, 0, 0, 0]).window_size is None
 
 
 def test_megatrons_own_arguments() -> None:
@@ -162,10 +176,11 @@ def test_experts_of_megatron() -> None:
         ({"num_experts": 8, "moe_layer_freq": "[1]*4"}, r"moe_layer_freq='\[1\]\*4' is neither"),
         ({"num_experts": 8, "moe_layer_freq": [1, 1]}, "moe_layer_freq has 2 entries for num_layers=4"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
-        ({"window_size": (128, 0)}, "window_size="),
+        ({"window_size": (128, 128)}, r"window_size=\(128, 128\) is not supported"),
+        ({"window_size": (8, 0), "window_attn_skip_freq": [1, 0]}, "for each of num_layers=4"),
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute'"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
+        ({"apply_layernorm_1p": True, "normalization": "LayerNorm"}, "layernorm_zero_centered_gamma=True"),
         ({"squared_relu": True, "swiglu": False}, "squared_relu=True"),
         ({"padded_vocab_size": None}, "lack padded_vocab_size"),
         ({"num_layers": None, "hidden_size": None}, "lack num_layers, hidden_size"),

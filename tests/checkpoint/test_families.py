@@ -163,7 +163,7 @@ def test_missing_key_is_named(family: str, name: str) -> None:
         ("qwen3_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with weights"),
         ("qwen3_moe", {"num_experts_per_tok": 129}, "moe_router_topk=129 is above num_experts=128"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "describes no model"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("mixtral", {"attention_bias": True}, "attention_bias=True"),
         ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok=1 with weights"),
     ],
 )

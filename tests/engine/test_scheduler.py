@@ -8,19 +8,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_dcp.cache import KVLayout
+from megatron_dcp.engine.batch import Window
 from megatron_dcp.engine.scheduler import MAX_PREFILLS, Scheduler
 
 
 class Driver:
     """A scheduler over a fake runner with greedy sampling, which holds every step to the rules."""
 
-    def __init__(self, num_blocks=8, *, dcp=2, interleave=1, block_size=2, max_num_seqs=64, chunk=16, **options):
+    def __init__(
+        self,
+        num_blocks=8,
+        *,
+        dcp=2,
+        interleave=1,
+        block_size=2,
+        max_num_seqs=64,
+        chunk=16,
+        window=None,
+        drafted=0,
+        **options,
+    ):
         self.layout = KVLayout(dcp, interleave, block_size)
         self.chunk, self.max_num_seqs = chunk, max_num_seqs
+        if window is not None:  # as the real runner has it
+            limit = max_num_seqs * self.layout.window_blocks(window, max(chunk, 1 + drafted))
+            window = Window(window, min(num_blocks, limit))
         self.scheduler = Scheduler(
-            self.layout, num_blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=chunk, **options
+            self.layout, num_blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=chunk, window=window, **options
         )
-        self.runner = FakeRunner(self.layout, num_blocks, chunk)
+        self.runner = FakeRunner(self.layout, num_blocks, chunk, window)
         self.steps = []
         self.finished = []
 
@@ -119,10 +135,11 @@ prompts = st.one_of(
     spare=st.integers(0, 12),
     prefix_caching=st.booleans(),
     drafter=st.sampled_from([None, (1, 2), (3, 2), (5, 4), (3, 1)]),
+    window=st.sampled_from([None, None, 1, 3, 8, 100]),
     data=st.data(),
 )
 def test_every_request_yields_what_it_yields_alone(
-    asked, aborted, dcp, cut, chunk, max_num_seqs, spare, prefix_caching, drafter, data
+    asked, aborted, dcp, cut, chunk, max_num_seqs, spare, prefix_caching, drafter, window, data
 ):
     layout = KVLayout(dcp, *cut)
     requests = [
@@ -143,6 +160,8 @@ def test_every_request_yields_what_it_yields_alone(
         max_num_seqs=max_num_seqs,
         prefix_caching=prefix_caching,
         drafter=clumsy_drafter(*drafter) if drafter else None,
+        window=window,
+        drafted=max(drafter) if drafter else 0,
     )
     due, arrival = [], 0
     for r, (_, _, pause) in zip(requests, asked, strict=True):
@@ -176,10 +195,10 @@ def prompt_logprobs(prompt):
     return [float(logits_after(prompt[:i]).log_softmax(-1)[prompt[i]]) for i in range(1, len(prompt))]
 
 
-@pytest.mark.parametrize("num_blocks", [24, 200])
-def test_a_soak_leaves_the_pool_empty(num_blocks):
+@pytest.mark.parametrize(("num_blocks", "window"), [(24, None), (200, None), (24, 6), (200, 6)])
+def test_a_soak_leaves_the_pool_empty(num_blocks, window):
     rng = random.Random(num_blocks)
-    driver = Driver(num_blocks, max_num_seqs=16, chunk=32, drafter=lambda r: r.prompt[:2])
+    driver = Driver(num_blocks, max_num_seqs=16, chunk=32, drafter=lambda r: r.prompt[:2], window=window, drafted=2)
     scheduler, live, made = driver.scheduler, {}, 0
     while made < 1500 or scheduler.has_work:
         while made < 1500 and len(live) < 24:

@@ -20,11 +20,27 @@ def outcomes(draw):
     return Outcome(draw(whole), tokens, logprobs, draw(st.lists(fp32, max_size=4)), reason, draw(whole))
 
 
+@st.composite
+def seq_plans(draw):
+    """With the blocks of windows for all of them or for none."""
+    windows = draw(st.booleans())
+    plans = []
+    for _ in range(draw(st.integers(0, 4))):
+        blocks = draw(lists)
+        in_window = draw(st.lists(st.integers(-1, 2**53), min_size=len(blocks), max_size=len(blocks)))
+        plans.append(
+            SeqPlan(
+                draw(whole), draw(whole), draw(whole), draw(whole), blocks, in_window if windows else [], draw(lists)
+            )
+        )
+    return plans
+
+
 messages = st.builds(
     Message,
     st.sampled_from(Kind),
     st.lists(outcomes(), max_size=4),
-    st.lists(st.builds(SeqPlan, whole, whole, whole, whole, lists, lists), max_size=4),
+    seq_plans(),
     lists,
     whole,
     st.text(max_size=9),
@@ -48,13 +64,13 @@ def test_a_decode_step_of_many_sequences_fits_the_first_broadcast():
     from megatron_dcp.engine.link import FIXED
 
     outcomes = [Outcome(10**6 + i, [i], [math.nan], [], None, 0) for i in range(64)]
-    seqs = [SeqPlan(10**6 + i, 10**5, 1, 10**3, (), [i]) for i in range(64)]
+    seqs = [SeqPlan(10**6 + i, 10**5, 1, 10**3, (), (), [i]) for i in range(64)]
     assert len(encode(Message(Kind.STEP, outcomes, seqs))) <= FIXED
 
 
 @settings(max_examples=50)
-@given(st.data())
-def test_tables_follow_those_of_the_driver(data):
+@given(st.data(), st.booleans())
+def test_tables_follow_those_of_the_driver(data, windows):
     """Sequences start, grow, lose what was reserved for drafts, are preempted, come back with other blocks and end."""
     known, mirror = Known(), Tables()
     tables: dict[int, list[int]] = {}
@@ -66,7 +82,7 @@ def test_tables_follow_those_of_the_driver(data):
             table = tables.setdefault(index, [])
             table += [next(blocks) for _ in range(data.draw(st.integers(0 if table else 1, 3)))]
             shown = table[: data.draw(st.integers(1, len(table)))]
-            seqs.append(SeqStep([7], 3, shown, 1))
+            seqs.append(SeqStep([7], 3, shown, 1, [block + 5 for block in shown] if windows else []))
         plans, gone = known.plan(stepping, seqs, tables.keys())
         batch = mirror.batch(decode(encode(Message(Kind.STEP, seqs=plans, gone=gone))))
         assert [seq._replace(block_table=list(seq.block_table)) for seq in batch.seqs] == seqs

@@ -48,9 +48,12 @@ class Alone:
         return Engine(make_runner, llm.layout, sizes, config, Sampler(llm.prompt_reader.vocab_size), link)
 
 
-@pytest.fixture(scope="module")
-def model():
-    llm = LLM(tiny_model("llama"), cache=CacheConfig(block_size=BLOCK), engine=EngineConfig(prefill_chunk_size=64))
+@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+def model(request):
+    """The second has layers with a sliding window of 9."""
+    llm = LLM(
+        tiny_model(request.param), cache=CacheConfig(block_size=BLOCK), engine=EngineConfig(prefill_chunk_size=64)
+    )
     yield Alone(llm)
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
@@ -68,7 +71,7 @@ prompts = st.tuples(
 arrivals = st.tuples(prompts, st.integers(0, 12), st.one_of(st.none(), st.integers(0, 9)))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     workload=st.lists(arrivals, min_size=1, max_size=7),
     num_blocks=st.sampled_from([None, 9, 12, 60]),  # the longest sequence needs 9
