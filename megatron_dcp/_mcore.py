@@ -167,8 +167,8 @@ _MOE_ELSEWHERE = ("num_experts", "moe_layer_freq", "moe_router_group_score_topk"
 def local_layer_spec(config: ModelConfig, layers: range | None = None) -> ModuleSpec | TransformerBlockSubmodules:
     """Layers of Megatron's own modules, without TransformerEngine.
 
-    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training. With MLA, for which Megatron has none
-    without TransformerEngine, and with sliding windows it is
+    Attention is Megatron's ``DotProductAttention``, which needs a GPU in training. With MLA, for which Megatron has
+    none without TransformerEngine, and with sliding windows it is
     :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
 
     Args:

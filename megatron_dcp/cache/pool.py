@@ -40,15 +40,21 @@ def bytes_per_block(
     return num_layers * block_size * num_kv_heads * width * dtype.itemsize
 
 
-def blocks_in(num_bytes: int, *, block_bytes: int, window_bytes: int = 0, window_limit: int = 0) -> int | None:
-    """Most blocks ``n`` with ``n * block_bytes + min(n, window_limit) * window_bytes <= num_bytes`` on one rank.
+def blocks_in(
+    num_bytes: int, *, block_bytes: int, window_bytes: int = 0, window_limit: int = 0
+) -> tuple[int | None, int]:
+    """How many blocks of either kind of layer fit into ``num_bytes`` on one rank.
+
+    Layers with a sliding window get what they can use, but no more than half of the memory, unless the others could not
+    use the rest either.
 
     Args:
         block_bytes: Of a block, of all layers that see everything.
-        window_bytes: Of a block, of all layers with a sliding window, whose pool needs ``window_limit`` blocks at most.
+        window_bytes: Of a block, of all layers with a sliding window.
+        window_limit: Most blocks that the windows of all sequences need.
 
     Returns:
-        ``None``: any number, since only windows take memory, and there is enough for all.
+        Blocks of the layers that see everything, ``None``: any number, as there are none; of those with a window.
 
     Raises:
         ValueError: Not even one block fits.
@@ -59,9 +65,13 @@ def blocks_in(num_bytes: int, *, block_bytes: int, window_bytes: int = 0, window
             f"{num_bytes} bytes of KV cache per rank are less than one block, {one} bytes; give at least {one}, or a "
             "smaller block_size"
         )
-    if num_bytes <= window_limit * one or not window_bytes:
-        return num_bytes // one
-    return (num_bytes - window_limit * window_bytes) // block_bytes if block_bytes else None
+    if not window_bytes:
+        return num_bytes // one, window_limit
+    if not block_bytes:
+        return None, min(window_limit, num_bytes // window_bytes)
+    in_window = min(window_limit, num_bytes // (2 * window_bytes))
+    blocks = (num_bytes - in_window * window_bytes) // block_bytes
+    return (blocks, in_window) if blocks >= in_window >= 1 else (num_bytes // one, num_bytes // one)
 
 
 class KVPool:

@@ -41,8 +41,8 @@ class _Node:
 class WindowPool:
     """Blocks of the layers with a sliding window: what the next query of each sequence sees, and known ones until then.
 
-    A sequence's table has an entry for each of its logical blocks; those before the window are `RELEASED`. With at
-    least as many blocks as `PrefixCache`'s pool has, or as all sequences that run can see, a reservation never fails.
+    A sequence's table has an entry for each of its logical blocks; those before the window are `RELEASED`. So both
+    tables grow by the same number of blocks.
 
     Args:
         num_blocks: Physical blocks on every rank.
@@ -56,6 +56,16 @@ class WindowPool:
         self._block_tokens = block_tokens
         self._nodes: dict[int, _Node] = {}  # by block
         self._idle: dict[int, None] = {}  # blocks of nodes that no sequence holds, least recently used first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be reserved: free, or cached and held by nobody."""
+        return self.pool.num_free + len(self._idle)
+
+    def num_idle(self, nodes: Sequence[_Node]) -> int:
+        """Blocks that nobody holds, of those that a sequence would hold if it began with these nodes."""
+        first = self.first_block(len(nodes) * self._block_tokens)
+        return sum(node.in_window in self._idle for node in nodes[first:])
 
     def first_block(self, num_computed: int) -> int:
         """Entry of the table from which on the token after the first ``num_computed`` sees keys."""
@@ -71,9 +81,9 @@ class WindowPool:
             self._idle.pop(block, None)
 
     def reserve(self, seq: Hashable, num_blocks: int) -> None:
-        """As ``BlockPool.reserve``, after forgetting idle blocks if need be."""
+        """As ``BlockPool.reserve``; idle blocks are forgotten if need be, and if that is enough."""
         missing = self.pool.missing(seq, num_blocks)
-        while self.pool.num_free < missing and self._idle:
+        while self.pool.num_free < missing <= self.num_available:
             self.forget(self._nodes[next(iter(self._idle))])
         self.pool.reserve(seq, num_blocks)
 
@@ -147,7 +157,16 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be reserved: free, or cached and held by nobody."""
+        """Blocks that can be reserved: free, or cached and held by nobody; in both pools."""
+        return self._available if self.window is None else min(self._available, self.window.num_available)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.pool.num_blocks - self._available
+
+    @property
+    def _available(self) -> int:
         return self.pool.num_free + len(self._idle)
 
     @property
@@ -155,9 +174,13 @@ class PrefixCache:
         """Blocks that could be found, held or idle."""
         return len(self._nodes)
 
-    def is_idle(self, block: int) -> bool:
-        """Whether the block is cached and held by nobody."""
-        return block in self._idle
+    def left_after(self, blocks: Sequence[int], further: int) -> int:
+        """Blocks that could be reserved after a sequence has begun with blocks of ``match`` and taken ``further``."""
+        left = self._available - sum(block in self._idle for block in blocks)
+        if self.window is not None:
+            nodes = [self._nodes[block] for block in blocks]
+            left = min(left, self.window.num_available - self.window.num_idle(nodes))
+        return left - further
 
     def match(self, read: ReadTokens, limit: int, salt: str = "") -> list[int]:
         """Cached blocks of the longest known prefix of at most ``limit`` tokens, of sequences with the same salt."""
@@ -192,9 +215,9 @@ class PrefixCache:
             wanted = max(missing, self._evict_at_once)
             while self._idle and self.pool.num_free < wanted:
                 self._evict(next(iter(self._idle)))
+        if self.window is not None and missing <= self._available:
+            self.window.reserve(seq, num_blocks)  # raises before anything has changed
         self.pool.reserve(seq, num_blocks)
-        if self.window is not None:
-            self.window.reserve(seq, num_blocks)
 
     def extend(self, seq: Hashable, read: ReadTokens, num_computed: int, salt: str = "") -> None:
         """Take note that the first ``num_computed`` tokens of a sequence are computed: its full blocks can be found."""

@@ -175,7 +175,7 @@ class ModelRunner:
         window = next((window for window in windows if window is not None), None)
         most = max(self.engine.prefill_chunk_size, 1 + self.engine.num_draft_tokens)
         limit = 0 if window is None else self.engine.max_num_seqs * self.layout.window_blocks(window, most)
-        num_blocks = cache.num_blocks
+        num_blocks, in_window = cache.num_blocks, limit
         if cache.bytes_per_rank is not None:
             one = bytes_per_block(num_layers=1, block_size=cache.block_size, dtype=self.dtype, **self.shape.cache)
             each = -(-len(windows) // self.groups.pp.size())
@@ -186,9 +186,10 @@ class ModelRunner:
                 sizes = dict(block_bytes=one * full, window_bytes=one * slide, window_limit=limit)
                 fits.append(blocks_in(cache.bytes_per_rank, **sizes))
             longest = self.layout.blocks_for(self.max_sequence_length) * self.engine.max_num_seqs
-            num_blocks = min(longest if fit is None else fit for fit in fits)
+            num_blocks = min((fit for fit, _ in fits if fit is not None), default=longest)
+            in_window = min(fit for _, fit in fits)
         assert num_blocks is not None, "the engine sizes the pool before it makes a runner"
-        return num_blocks, None if window is None else Window(window, min(num_blocks, limit))
+        return num_blocks, None if window is None else Window(window, min(num_blocks, in_window))
 
     def _make_pool(self, window: int | None, num_layers: int) -> KVPool:
         return KVPool(

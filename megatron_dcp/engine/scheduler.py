@@ -56,8 +56,8 @@ class Scheduler:
         prefix_caching: Reuse blocks of known prefixes.
         drafter: Proposes tokens for a decoding request. They are cut to what ``max_tokens`` and the pool allow; nobody
             is preempted for them.
-        window: Of a model that has layers with a sliding window. Their pool has room for whatever can run, so that it
-            plays no part in who is admitted or preempted.
+        window: Of a model that has layers with a sliding window. A sequence takes as many blocks of their pool as of
+            the other, and gives them back as it moves on.
 
     Attributes:
         prefix_query_tokens: Prompt tokens of the requests admitted so far, counted once each.
@@ -81,6 +81,7 @@ class Scheduler:
         self.layout = layout
         self.block_tokens = layout.logical_block_tokens
         self.pool = BlockPool(num_blocks, tokens_per_block=self.block_tokens)
+        self._window = window
         self.window = None if window is None else WindowPool(window.num_blocks, window.tokens, self.block_tokens)
         self.cache = PrefixCache(self.pool, self.block_tokens, enabled=prefix_caching, window=self.window)
         self.max_num_seqs = max_num_seqs
@@ -92,7 +93,7 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._arrivals = 0
         # Blocks to leave free at an admission, so that it does not at once lead to a preemption.
-        self._watermark = 1 + num_blocks // 100
+        self._watermark = 1 + (num_blocks if window is None else min(num_blocks, window.num_blocks)) // 100
         self._refused: tuple[Request, int] | None = None
 
     @property
@@ -103,7 +104,7 @@ class Scheduler:
     @property
     def used_tokens(self) -> int:
         """Tokens of the blocks that running sequences hold, a shared block counted once."""
-        return (self.pool.num_blocks - self.cache.num_available) * self.block_tokens
+        return self.cache.num_held * self.block_tokens
 
     @property
     def num_waiting(self) -> int:
@@ -129,6 +130,15 @@ class Scheduler:
                 f"{len(request.prompt)} + max_tokens {request.max_tokens} - 1), but the pool of the DCP group holds "
                 f"{self.capacity_tokens} ({self.pool.num_blocks} blocks x {self.block_tokens} tokens, "
                 f"over {ranks}); lower max_tokens, or raise num_blocks, bytes_per_rank or decode_context_parallel_size"
+            )
+        if self.window is None or self._window is None:
+            return
+        needed = min(self.layout.blocks_for(request.cached_tokens), self.layout.window_blocks(self._window.tokens, 1))
+        if needed > self._window.num_blocks:
+            raise ValueError(
+                f"prompt {request.place} needs {needed} blocks x {self.block_tokens} tokens of KV cache in the layers "
+                f"with a sliding window of {self._window.tokens}, but their pool has {self._window.num_blocks}; raise "
+                "bytes_per_rank or decode_context_parallel_size"
             )
 
     def add(self, request: Request) -> None:
@@ -293,8 +303,8 @@ class Scheduler:
         blocks = self.cache.match(request.tokens_between, limit, request.params.cache_salt)
         hit = len(blocks) * self.block_tokens
         until = min(request.num_tokens, hit + self.prefill_chunk_size)
-        needed = self.layout.blocks_for(until) - len(blocks) + sum(map(self.cache.is_idle, blocks))
-        if self.running and needed + self._watermark > available:
+        left = self.cache.left_after(blocks, self.layout.blocks_for(until) - len(blocks))
+        if self.running and left < self._watermark:
             self._refused = request, available
             return False
         self.cache.start(request.index, blocks)

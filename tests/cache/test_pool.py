@@ -40,25 +40,30 @@ def test_bytes_are_what_was_asked_in_one_storage(order: str, dtype: torch.dtype,
 
 
 def test_blocks_in_floors_and_never_exceeds() -> None:
-    assert [blocks_in(n, block_bytes=30) for n in (30, 31, 59, 60, 303)] == [1, 1, 1, 2, 10]
+    assert [blocks_in(n, block_bytes=30)[0] for n in (30, 31, 59, 60, 303)] == [1, 1, 1, 2, 10]
     with pytest.raises(ValueError, match="29 bytes .* less than one block, 30 bytes; give at least 30"):
         blocks_in(29, block_bytes=30)
 
 
-@pytest.mark.parametrize("block_bytes", [0, 7, 30])
+@pytest.mark.parametrize("block_bytes", [7, 30])
 @pytest.mark.parametrize("window_bytes", [1, 50])
-@pytest.mark.parametrize("window_limit", [1, 4])
+@pytest.mark.parametrize("window_limit", [1, 4, 1000])
 def test_blocks_in_with_a_window(block_bytes: int, window_bytes: int, window_limit: int) -> None:
-    def total(n: int) -> int:
-        return n * block_bytes + min(n, window_limit) * window_bytes
-
     one = block_bytes + window_bytes
-    for num_bytes in range(one, 12 * one):
-        n = blocks_in(num_bytes, block_bytes=block_bytes, window_bytes=window_bytes, window_limit=window_limit)
-        if n is None:
-            assert block_bytes == 0 and num_bytes > window_limit * window_bytes
-        else:
-            assert total(n) <= num_bytes and (total(n + 1) > num_bytes or not block_bytes)
+    for num_bytes in range(one, 40 * one):
+        blocks, in_window = blocks_in(
+            num_bytes, block_bytes=block_bytes, window_bytes=window_bytes, window_limit=window_limit
+        )
+        assert blocks is not None and 1 <= in_window <= blocks
+        assert blocks * block_bytes + min(in_window, window_limit) * window_bytes <= num_bytes
+        assert (blocks + 1) * block_bytes + in_window * window_bytes > num_bytes or blocks == in_window
+        # no worse than if all layers saw everything
+        assert blocks >= num_bytes // one and in_window >= min(window_limit, num_bytes // one, num_bytes // (2 * one))
+
+
+def test_blocks_in_where_every_layer_has_a_window() -> None:
+    sizes = [blocks_in(n, block_bytes=0, window_bytes=10, window_limit=4) for n in (10, 39, 40, 1000)]
+    assert sizes == [(None, 1), (None, 3), (None, 4), (None, 4)]
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -48,9 +48,10 @@ class CacheMachine(RuleBasedStateMachine):
         num_blocks=st.integers(1, 12),
         enabled=st.sampled_from([True, True, True, False]),
         window=st.sampled_from([None, 1, 2, 3, 5, 50]),
+        window_blocks=st.integers(1, 12),
     )
-    def init(self, num_blocks, enabled, window) -> None:
-        self.cache = make(num_blocks, window, enabled=enabled)
+    def init(self, num_blocks, enabled, window, window_blocks) -> None:
+        self.cache = make(num_blocks, window, window_blocks, enabled=enabled)
         self.window = window
         self.window_written: dict[int, tuple[int, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -130,7 +131,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.cache.check_integrity()
         held = {block for seq in self.tokens for block in self.cache.pool.table(seq)}
-        assert self.cache.num_available == self.cache.pool.num_blocks - len(held)
+        assert self.cache.num_held == len(held)
+        assert self.window is not None or self.cache.num_available == self.cache.pool.num_blocks - len(held)
         for seq, tokens in self.tokens.items():
             for i, block in enumerate(self.cache.pool.table(seq)[: self.computed[seq] // 2]):
                 assert self.written[block] == tuple(tokens[: 2 * i + 2])
@@ -142,7 +144,7 @@ class CacheMachine(RuleBasedStateMachine):
             if self.cache.window is not None:
                 assert not self.cache.window.pool.sequences
             self.cache.check_integrity()
-            assert self.cache.num_available == self.cache.pool.num_blocks
+            assert self.cache.num_held == 0
 
 
 TestCacheMachine = CacheMachine.TestCase

@@ -25,14 +25,13 @@ class Driver:
         max_num_seqs=64,
         chunk=16,
         window=None,
-        drafted=0,
+        window_spare=0,
         **options,
     ):
         self.layout = KVLayout(dcp, interleave, block_size)
         self.chunk, self.max_num_seqs = chunk, max_num_seqs
-        if window is not None:  # as the real runner has it
-            limit = max_num_seqs * self.layout.window_blocks(window, max(chunk, 1 + drafted))
-            window = Window(window, min(num_blocks, limit))
+        if window is not None:
+            window = Window(window, min(num_blocks, self.layout.window_blocks(window, 1) + window_spare))
         self.scheduler = Scheduler(
             self.layout, num_blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=chunk, window=window, **options
         )
@@ -94,7 +93,10 @@ class Driver:
     def check_empty(self):
         scheduler = self.scheduler
         assert (scheduler.num_waiting, scheduler.num_running, scheduler.used_tokens) == (0, 0, 0)
-        assert scheduler.cache.num_available == scheduler.pool.num_blocks
+        if scheduler.window is None:
+            assert scheduler.cache.num_available == scheduler.pool.num_blocks
+        else:
+            assert scheduler.window.num_available == scheduler.window.pool.num_blocks
         assert scheduler.pool.num_free + scheduler.cache.num_cached == scheduler.pool.num_blocks
 
     def tables(self, *requests):
@@ -136,10 +138,11 @@ prompts = st.one_of(
     prefix_caching=st.booleans(),
     drafter=st.sampled_from([None, (1, 2), (3, 2), (5, 4), (3, 1)]),
     window=st.sampled_from([None, None, 1, 3, 8, 100]),
+    window_spare=st.integers(0, 9),
     data=st.data(),
 )
 def test_every_request_yields_what_it_yields_alone(
-    asked, aborted, dcp, cut, chunk, max_num_seqs, spare, prefix_caching, drafter, window, data
+    asked, aborted, dcp, cut, chunk, max_num_seqs, spare, prefix_caching, drafter, window, window_spare, data
 ):
     layout = KVLayout(dcp, *cut)
     requests = [
@@ -161,7 +164,7 @@ def test_every_request_yields_what_it_yields_alone(
         prefix_caching=prefix_caching,
         drafter=clumsy_drafter(*drafter) if drafter else None,
         window=window,
-        drafted=max(drafter) if drafter else 0,
+        window_spare=window_spare,
     )
     due, arrival = [], 0
     for r, (_, _, pause) in zip(requests, asked, strict=True):
@@ -198,7 +201,9 @@ def prompt_logprobs(prompt):
 @pytest.mark.parametrize(("num_blocks", "window"), [(24, None), (200, None), (24, 6), (200, 6)])
 def test_a_soak_leaves_the_pool_empty(num_blocks, window):
     rng = random.Random(num_blocks)
-    driver = Driver(num_blocks, max_num_seqs=16, chunk=32, drafter=lambda r: r.prompt[:2], window=window, drafted=2)
+    driver = Driver(
+        num_blocks, max_num_seqs=16, chunk=32, drafter=lambda r: r.prompt[:2], window=window, window_spare=6
+    )
     scheduler, live, made = driver.scheduler, {}, 0
     while made < 1500 or scheduler.has_work:
         while made < 1500 and len(live) < 24:
@@ -221,7 +226,7 @@ def test_a_soak_leaves_the_pool_empty(num_blocks, window):
     assert not live
     scheduler.check_integrity()
     driver.check_empty()
-    assert (scheduler.num_preemptions > 100) == (num_blocks == 24)
+    assert (scheduler.num_preemptions > 100) == (num_blocks == 24 or window is not None)
     assert 0 < scheduler.prefix_hit_tokens < scheduler.prefix_query_tokens
     scheduler.weights_changed()
     assert scheduler.pool.num_free == num_blocks
