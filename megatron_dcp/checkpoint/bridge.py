@@ -1,7 +1,7 @@
-"""Converting with Megatron-Bridge (``megatron.bridge``), for the model families that it knows and this package does not.
+"""Converting with Megatron-Bridge (``megatron.bridge``), for model families that it knows and this package does not.
 
-It builds the whole model in memory. It has not been run with the real package by the tests, only with a stand-in of the
-same signatures.
+It builds the whole model in memory. This has not run with the real package, only with a stand-in of the same
+signatures.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def convert_via_bridge(src: str | Path, dst: str | Path, *, to: WritableFormat, 
             Megatron-Bridge has to write.
 
     Returns:
-        ``dst`` as a path. A ``torch_dist`` checkpoint of Megatron-Bridge says its shape in a ``run_config.yaml``, which is
-        for Megatron-Bridge to read.
+        ``dst`` as a path. A ``torch_dist`` checkpoint of Megatron-Bridge says its shape in a ``run_config.yaml``, which
+        is for Megatron-Bridge to read.
 
     Raises:
-        ValueError: Megatron-Bridge is not installed or does not convert in this direction, ``dst`` exists, or Megatron-Bridge
-            has raised an error.
+        ValueError: Megatron-Bridge is not installed, does not convert in this direction, or has raised an error;
+            ``dst`` exists.
     """
     dst, stored = Path(dst), detect_format(src)
     if (stored, to) not in (("hf", "torch_dist"), ("torch_dist", "hf")):
         raise ValueError(
-            f"Megatron-Bridge converts hf to torch_dist and torch_dist to hf, not {stored} to {to}; leave out --via bridge"
+            f"Megatron-Bridge converts hf to torch_dist and torch_dist to hf, not {stored} to {to}; leave out "
+            "--via bridge"
         )
     if to == "hf" and hf_model is None:
         raise ValueError(
@@ -64,7 +65,5 @@ def _auto_bridge() -> Any:
     try:
         from megatron.bridge import AutoBridge
     except ImportError as error:
-        raise ValueError(
-            f"--via bridge needs Megatron-Bridge, which cannot be imported ({error}): {_INSTALL}"
-        ) from error
+        raise ValueError(f"--via bridge needs Megatron-Bridge, which is not there ({error}): {_INSTALL}") from error
     return AutoBridge

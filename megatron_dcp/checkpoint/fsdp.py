@@ -1,7 +1,7 @@
 """Reading Megatron's ``fsdp_dtensor`` format, which Megatron-FSDP saves (also ``torch_dcp``, of torch's FSDP2).
 
-Both are plain ``torch.distributed.checkpoint`` directories of the state of a training: ``model.module.…`` for the model,
-whose layers and experts have their global numbers, gate and up of a gated MLP apart (``…_w``, ``…_v``);
+Both are plain ``torch.distributed.checkpoint`` directories of the state of a training: ``model.module.…`` for the
+model, whose layers and experts have their global numbers, gate and up of a gated MLP apart (``…_w``, ``…_v``);
 ``args`` and ``checkpoint_version`` are objects among the others. The optimizer's states are never read.
 """
 

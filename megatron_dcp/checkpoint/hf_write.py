@@ -1,7 +1,7 @@
 """Writing Hugging Face checkpoints: ``config.json`` and safetensors, one tensor at a time.
 
-A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of every
-tensor, filled up with spaces), and the tensors' values without a gap. So a file is laid out by shapes alone, and
+A safetensors file is the length of its header (8 bytes, little endian), the header (JSON: dtype, shape and place of
+every tensor, filled up with spaces), and the tensors' values without a gap. So a file is laid out by shapes alone, and
 values are written where they belong when their turn comes.
 """
 
