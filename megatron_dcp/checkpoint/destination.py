@@ -129,8 +129,6 @@ def _is_full_disk(error: BaseException | None) -> bool:
     while error is not None and error not in seen:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
-        if isinstance(error, RuntimeError) and "file write failed" in str(error):  # torch's C++ writer
-            return True
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False

@@ -56,12 +56,13 @@ def write_dist(
     torch.save(common_state(source, iteration), directory / COMMON)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        planner = _StreamingPlanner(source, progress)
+        planner, failure = _StreamingPlanner(source, progress), None
         try:
             save({}, storage_writer=Writer(directory, thread_count=1), planner=planner, no_dist=True)
         except CheckpointException as error:  # torch wraps all that its steps raise, even Ctrl-C
-            cause, _ = next(iter(error.failures.values()))
-            raise cause from None
+            failure, _ = next(iter(error.failures.values()))
+        if failure is not None:
+            raise failure  # here, where it keeps its own context: torch hides a full disk there
     # Last, as Megatron does: without this file a checkpoint counts as unfinished.
     (directory / "metadata.json").write_text(
         json.dumps(

@@ -109,12 +109,14 @@ def _lay_out(
             model[own] = torch.empty(shapes[-1][0], dtype=shapes[-1][1])
             if own.endswith(".weight") and own.split(".")[-2].startswith(("linear_", "output_layer")):
                 model[own.removesuffix("weight") + "_extra_state"] = None  # as these layers have it
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(common | {"model": model}, file)
+    # Into an open file: given its name, torch says nothing of a full disk.
+    with torch.serialization.skip_data(materialize_fake_tensors=True), file.open("wb") as opened:
+        torch.save(common | {"model": model}, opened)
     offsets = []
     with zipfile.ZipFile(file) as members, file.open("rb") as opened:
+        root = members.namelist()[0].partition("/")[0]
         for number, (shape, dtype) in enumerate(shapes):  # torch numbers tensors in the order of the dictionary
-            member = members.getinfo(f"{file.stem}/data/{number}")
+            member = members.getinfo(f"{root}/data/{number}")
             assert member.file_size == math.prod(shape) * dtype.itemsize, (file, number)
             opened.seek(member.header_offset)
             header = opened.read(_LOCAL_HEADER)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-LIMIT_BYTES = 256 << 20
+LIMIT_BYTES = 128 << 20  # that may be read before all files are closed
 
 
 class MappedFiles(Generic[T]):
@@ -19,12 +19,10 @@ class MappedFiles(Generic[T]):
 
     Args:
         open_file: Maps a file; what it returns may be given away, and then keeps the file mapped for longer.
-        limit: Bytes to be read before all files are closed.
     """
 
-    def __init__(self, open_file: Callable[[Path], T], limit: int = LIMIT_BYTES) -> None:
+    def __init__(self, open_file: Callable[[Path], T]) -> None:
         self._open_file = open_file
-        self._limit = limit
         self._files: dict[Path, T] = {}
         self._read = 0
 
@@ -37,7 +35,7 @@ class MappedFiles(Generic[T]):
     def count(self, nbytes: int) -> None:
         """Note that ``nbytes`` of the files have been read; closes them when that is too many."""
         self._read += nbytes
-        if self._read >= self._limit:
+        if self._read >= LIMIT_BYTES:
             self.close()
 
     def close(self) -> None:
