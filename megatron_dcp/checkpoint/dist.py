@@ -168,7 +168,9 @@ class Reader(FileSystemReader):
                 raise ValueError(f"{path} is missing: the checkpoint is incomplete")
             size = path.stat().st_size
             if size < end:
-                raise ValueError(f"{path} is truncated: it has {size} bytes, its metadata asks for {end}")
+                raise ValueError(
+                    f"{path} is truncated: it has {size} bytes, its metadata asks for {end}; copy it again"
+                )
 
     def tensor(self, key: str) -> TensorStorageMetadata:
         """Size, dtype and pieces of a tensor."""

@@ -64,7 +64,8 @@ class HFSource(Source):
         stored = self._slice(hf_name).get_dtype()
         if stored not in DTYPES:
             raise ValueError(
-                f"{hf_name} in {self.location.data} is stored as {stored}; supported are {', '.join(DTYPES)}"
+                f"{hf_name} in {self.location.data} is stored as {stored}; supported are {', '.join(DTYPES)}: "
+                "cast it first"
             )
         return DTYPES[stored]
 
@@ -127,4 +128,4 @@ def _open(path: Path) -> Any:
     except FileNotFoundError as error:
         raise ValueError(f"{path} is missing: the checkpoint is incomplete") from error
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is truncated or no safetensors file: {error}") from error
+        raise ValueError(f"{path} is truncated or no safetensors file: {error}; copy or download it again") from error

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,41 @@ def test_keys_with_a_prefix(dist: Path) -> None:
 def test_another_backend(dist: Path) -> None:
     (dist / ITERATION / "metadata.json").write_text(json.dumps({"sharded_backend": "zarr"}))
     with pytest.raises(ValueError, match="sharded_backend='zarr'.*supported is 'torch_dist'"):
+        open_source(dist)
+
+
+def test_the_optimizers_files_may_be_absent(dist: Path) -> None:
+    def add_optimizer(metadata: Any) -> None:
+        weight = "decoder.final_layernorm.weight"
+        ((index, info),) = [(k, v) for k, v in metadata.storage_data.items() if k.fqn == weight]
+        for key in ("optimizer.state.exp_avg." + weight, "chained_0.optimizer.state.fp32_param." + weight):
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata[weight]
+            moved = replace(info, relative_path="__5_0.distcp")
+            metadata.storage_data[type(index)(key, index.offset, index.index)] = moved
+
+    edit_metadata(dist, add_optimizer)
+    assert not (dist / ITERATION / "__5_0.distcp").exists()
+    source, expected = open_source(dist), open_source(tiny_model("qwen3"))
+    assert all(torch.equal(source.read(name), expected.read(name)) for name in expected.specs)
+
+
+def test_newer_than_what_is_known(dist: Path) -> None:
+    path = dist / ITERATION / "metadata.json"
+    kept = path.read_text()
+    path.write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 2}))
+    with pytest.raises(ValueError, match="sharded_backend_version=2; supported is 1: the checkpoint is newer"):
+        open_source(dist)
+    path.write_text(kept)
+    common = torch.load(dist / ITERATION / "common.pt", weights_only=False)
+    for version, message in ((4.0, "newer than 3.0.*update megatron-dcp"), (2.0, "order of query, key and value")):
+        torch.save(common | {"checkpoint_version": version}, dist / ITERATION / "common.pt")
+        for read in (open_source, read_config):
+            with pytest.raises(ValueError, match=f"checkpoint_version={version}.*{message}"):
+                read(dist)
+    torch.save(common, dist / ITERATION / "common.pt")
+    path = dist / ITERATION / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"TensorStorageMetadata", b"TensorStorageMetadat2"))
+    with pytest.raises(ValueError, match="Metadat2, which torch .* does not have: the checkpoint is newer"):
         open_source(dist)
 
 
