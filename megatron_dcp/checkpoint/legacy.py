@@ -127,9 +127,9 @@ def _find_ranks(data: Path, opened: MappedFiles[dict[str, Any]]) -> tuple[Any, S
     if not first.is_file():
         raise ValueError(f"{first} is missing: the checkpoint is incomplete")
     args = opened.get(first).get("args")
-    config_from_args(args, str(first))  # says it where there are none
+    config = config_from_args(args, str(first))  # says it where there are none
     try:
-        sizes = sizes_from_args(args, [each for each in numbers.values() if each is not None])
+        sizes = sizes_from_args(args, [each for each in numbers.values() if each is not None], config)
     except ValueError as error:
         raise ValueError(f"the args in {first} cannot be followed: {error}") from error
     files = {}
@@ -137,11 +137,12 @@ def _find_ranks(data: Path, opened: MappedFiles[dict[str, Any]]) -> tuple[Any, S
         file = data / sizes.directory(rank) / FILE
         if file.is_file():
             files[rank] = file
+    dense = {(rank.tp, rank.pp) for rank in files}
+    experts = {(rank.pp, rank.ep, rank.tp % sizes.expert_tp) for rank in files}
     for rank in sizes.ranks():
         # Another rank's file serves as well, if it holds the same shards.
-        dense = any((r.tp, r.pp) == (rank.tp, rank.pp) for r in files)
-        twins = [(r.pp, r.ep, r.tp % sizes.expert_tp) for r in files]
-        if not dense or (rank.pp, rank.ep, rank.tp % sizes.expert_tp) not in twins:
+        found = config.moe is None or (rank.pp, rank.ep, rank.tp % sizes.expert_tp) in experts
+        if not found or (rank.tp, rank.pp) not in dense:
             raise ValueError(
                 f"{data / sizes.directory(rank) / FILE} is missing: the checkpoint, saved with {sizes}, is incomplete"
             )

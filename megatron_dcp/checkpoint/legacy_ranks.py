@@ -108,7 +108,7 @@ def parse_directory(name: str) -> tuple[int, ...] | None:
     return (int(match[1]), *map(int, filter(None, match[2].split("_")))) if match else None
 
 
-def sizes_from_args(args: Any, numbers: list[tuple[int, ...]]) -> Sizes:
+def sizes_from_args(args: Any, numbers: list[tuple[int, ...]], config: ModelConfig) -> Sizes:
     """The sizes that Megatron-LM's ``args`` say, or that the numbers in the directories' names do."""
     values = dict(args) if isinstance(args, dict) else vars(args)
     last = [max(each) + 1 for each in zip(*numbers, strict=False)]
@@ -119,7 +119,8 @@ def sizes_from_args(args: Any, numbers: list[tuple[int, ...]]) -> Sizes:
     tp = size("tensor_model_parallel_size", 0)
     pp = size("pipeline_model_parallel_size", 1)
     ep = values.get("expert_model_parallel_size") or (last[2] if len(last) > 2 else 1)
-    return Sizes(tp=tp, pp=pp, ep=ep, expert_tp=values.get("expert_tensor_parallel_size") or tp)
+    expert_tp = values.get("expert_tensor_parallel_size") if config.moe is not None else None
+    return Sizes(tp=tp, pp=pp, ep=ep, expert_tp=expert_tp or tp)
 
 
 def names_of_rank(
