@@ -79,7 +79,7 @@ class QuietFile:
         try:
             return size if self._error else self._file.write(data)
         except OSError as error:
-            # Without its frames: Python 3.12.1 crashes when it collects a BytesIO's buffer, as `data` can be, in a cycle.
+            # Without its frames: Python 3.12.1 crashes on collecting a BytesIO's buffer, as `data` can be, in a cycle.
             self._error = error.with_traceback(None)
             return size
 
