@@ -6,10 +6,12 @@ tensor, pipeline and expert parallel size. Tensors are read while they are writt
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
@@ -27,11 +30,10 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megatron_dcp.checkpoint.arguments import args_from_config
+from megatron_dcp.checkpoint.destination import QuietFile
 from megatron_dcp.checkpoint.dist import COMMON
 from megatron_dcp.checkpoint.dist_keys import EMBEDDING, extra_state_keys, places
-from megatron_dcp.checkpoint.source import Source
-
-CHECKPOINT_VERSION = 3.0
+from megatron_dcp.checkpoint.source import CHECKPOINT_VERSION, Source
 
 
 def common_state(source: Source, iteration: int) -> dict[str, Any]:
@@ -52,18 +54,19 @@ def common_state(source: Source, iteration: int) -> dict[str, Any]:
 
 
 def write_dist(
-    source: Source, directory: Path, *, iteration: int, progress: Callable[[str], None] | None = None
+    source: Source, directory: Path, *, iteration: int, progress: Callable[[int], None] | None = None
 ) -> None:
     """Write ``source`` into ``directory``, the directory of one iteration."""
     torch.save(common_state(source, iteration), directory / COMMON)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        planner = _StreamingPlanner(source, progress)
+        planner, failure = _StreamingPlanner(source, progress), None
         try:
             save({}, storage_writer=Writer(directory, thread_count=1), planner=planner, no_dist=True)
         except CheckpointException as error:  # torch wraps all that its steps raise, even Ctrl-C
-            cause, _ = next(iter(error.failures.values()))
-            raise cause from None
+            failure, _ = next(iter(error.failures.values()))
+        if failure is not None:
+            raise failure
     # Last, as Megatron does: without this file a checkpoint counts as unfinished.
     (directory / "metadata.json").write_text(
         json.dumps(
@@ -80,8 +83,19 @@ def write_dist(
 class Writer(FileSystemWriter):
     """torch's writer, which does not note the directory that it writes to: the checkpoint is renamed afterwards."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fs = _QuietFiles()
+
     def storage_meta(self) -> None:
         return None
+
+
+class _QuietFiles(FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield QuietFile(stream) if "w" in mode else stream  # type: ignore[arg-type]
 
 
 class _StreamingPlanner(DefaultSavePlanner):
@@ -90,7 +104,7 @@ class _StreamingPlanner(DefaultSavePlanner):
     Tensors that lie in a stack (of layers, of experts) are pieces of one tensor of the checkpoint.
     """
 
-    def __init__(self, source: Source, progress: Callable[[str], None] | None) -> None:
+    def __init__(self, source: Source, progress: Callable[[int], None] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._source = source
         self._progress = progress
@@ -121,7 +135,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         assert write_item.tensor_data is not None
         tensor = self._source.read(name).contiguous().view(write_item.tensor_data.chunk.sizes)
         if self._progress is not None and name not in self._seen:
-            self._progress(name)
+            self._progress(tensor.nbytes)
         self._seen.add(name)
         return tensor
 
