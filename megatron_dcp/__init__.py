@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatron_dcp.layers import dcp_layer_spec, enable_dcp
     from megatron_dcp.metrics import Metrics
     from megatron_dcp.model_config import ModelConfig
+    from megatron_dcp.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,8 @@ _HOME = {
     "megatron_on_cpu": "_cpu",
     "convert": "checkpoint",
     "load_model": "checkpoint",
+    "verify": "verification",
+    "VerifyReport": "verification",
     "dcp_layer_spec": "layers",
     "enable_dcp": "layers",
 }
@@ -64,6 +67,7 @@ __all__ = [
     "SamplingParams",
     "StreamOutput",
     "Token",
+    "VerifyReport",
     "build_model",
     "convert",
     "dcp_layer_spec",
@@ -73,6 +77,7 @@ __all__ = [
     "local_layer_spec",
     "megatron_on_cpu",
     "prometheus_text",
+    "verify",
 ]
 
 

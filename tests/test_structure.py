@@ -28,6 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("engine",),
     ("server",),
+    ("verification", "training"),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -43,6 +44,7 @@ OPTIONAL = (
     "triton",
     "cudnn",
     "prometheus_client",
+    "matplotlib",
 )
 WITHOUT_TORCH = (
     "config.py",

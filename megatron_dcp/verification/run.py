@@ -1,0 +1,337 @@
+"""``verify``: the same text by training forward, prefill and decode, and the log-probabilities of what is generated."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from megatron_dcp import parallel_state
+from megatron_dcp.comm.collectives import gather_objects
+from megatron_dcp.comm.consensus import same_on_all
+from megatron_dcp.config import check_at_least
+from megatron_dcp.distributed import initialize_distributed
+from megatron_dcp.engine.batch import SeqStep, StepBatch
+from megatron_dcp.engine.front import eval_mode
+from megatron_dcp.engine.llm import LLM
+from megatron_dcp.engine.loading import on_all_ranks
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.engine.places import place_tokens
+from megatron_dcp.engine.runner import ModelRunner
+from megatron_dcp.layers import is_striped
+from megatron_dcp.layers.forward import recorded_layers, training_forward
+from megatron_dcp.layers.specs import unwrap
+from megatron_dcp.verification.compare import LayerDifferences, Rows, compare_logits
+from megatron_dcp.verification.report import Comparison, Difference, VerifyReport
+from megatron_dcp.verification.twin import Twin
+
+# Of log-probabilities (natural log), and of hidden states relative to their size. See docs/design.md for the numbers.
+MAX_LOGPROB_DIFF = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
+LAYER_THRESHOLD = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+DEFAULT_PROMPT_TOKENS = 160
+DEFAULT_PROMPT = (
+    "The harbour master kept two clocks. One showed the time of the town, the other the time of the tides, and nobody "
+    "but him could say by how much they differed. On the first day of spring a ship came in that had 1,024 crates of "
+    "tea on board, 37 barrels of salt and a letter. 'Read it aloud,' said the captain. The harbour master read: "
+    '"Whoever opens this has 12 hours. Count the crates, then count the barrels; if both are right, sail on." '
+    "So they counted, once by the light of day and once by lamp, and both times the numbers were the same."
+)
+
+
+def verify(
+    model: str | os.PathLike[str] | torch.nn.Module | LLM,
+    *,
+    hf: str | os.PathLike[str] | None = None,
+    reference: torch.nn.Module | None = None,
+    prompt: str | Sequence[int] | None = None,
+    max_new_tokens: int = 32,
+    decode_tokens: int = 128,
+    max_logprob_diff: float | None = None,
+    **llm: Any,
+) -> VerifyReport:
+    """Compare, token by token, what training computes with what generation computes. All ranks call it together.
+
+    Continues the prompt greedily, and runs the whole text through Megatron's own forward, through prefill in chunks,
+    and token by token through decode.
+
+    Args:
+        model: A checkpoint, a live Megatron model, or an `LLM` of either: what generates.
+        hf: The checkpoint's Hugging Face twin; ``transformers`` runs it in fp32 on rank 0, and the training forward is
+            compared with it.
+        reference: A live model over the same tp and pp groups whose training forward is the reference, e.g. the one
+            that the checkpoint was saved from. Default: ``model``'s own.
+        prompt: Text or token ids. Default: a text, or without a tokenizer some token ids.
+        max_new_tokens: Tokens to generate after it.
+        decode_tokens: So many tokens at the end of the text go through decode one by one; those before them are
+            prefilled.
+        max_logprob_diff: Largest absolute difference of a token's log-probability that passes. Default: by dtype,
+            `MAX_LOGPROB_DIFF`.
+        llm: Arguments of `LLM`: parallel sizes, layout, cache, engine, dtype.
+
+    Returns:
+        The same report on every rank of a replica.
+
+    Raises:
+        ValueError: On every rank: arguments, prompt or twin that do not fit, and all that `LLM` raises.
+    """
+    on_all_ranks(_check, llm.get("timeout_s", 600.0), prompt, max_new_tokens, decode_tokens, max_logprob_diff)
+    if isinstance(model, LLM):
+        on_all_ranks(_refuse_settings, llm)
+        generator = model
+    else:
+        generator = LLM(model, **llm)
+    given = {"hf": None if hf is None else os.fspath(hf), "reference": reference is not None}
+    given |= {"max_new_tokens": max_new_tokens, "decode_tokens": decode_tokens, "max_logprob_diff": max_logprob_diff}
+    assert distributed.group.WORLD is not None
+    same_on_all([(name, str(value)) for name, value in given.items()], distributed.group.WORLD, "verify's arguments")
+    own = unwrap(generator.model)
+    trained = own if reference is None else on_all_ranks(_same_shape, reference, own)
+
+    said = _continue(generator, prompt, max_new_tokens)
+    text = said.prompt_token_ids + said.token_ids
+    with eval_mode(generator.model), eval_mode(trained):
+        with recorded_layers(trained) as states:
+            logits = training_forward(trained, text[:-1], generator.groups)
+        run = _Run(generator, text, logits, dict(states))
+        found = [run.generated(len(said.prompt_token_ids), said.logprobs or [])]
+        if hf is not None:
+            found.append(run.twin(Twin(hf, text[:-1], own, run.vocab_size, generator.groups.dcp_replica)))
+        runner = on_all_ranks(_make_runner, generator, len(text) - 1)
+        chunk = generator.engine_config.prefill_chunk_size
+        found.append(run.steps("prefill", runner, [(0, len(text) - 1, chunk)]))
+        _forget(runner)
+        first = max(0, len(text) - 1 - decode_tokens)
+        found.append(run.steps("decode", runner, [(0, first, chunk), (first, len(text) - 1, 1)], compare_from=first))
+
+    dtype = next(own.parameters()).dtype
+    layer_threshold = LAYER_THRESHOLD[dtype]
+    order = ("hf", "prefill", "decode", "generate")
+    everywhere = gather_objects(found, generator.groups.dcp_replica)
+    parts = [{part.name: part for part in of_rank} for of_rank in everywhere]
+    driver = parts[generator.groups.dcp_driver]
+    comparisons = (
+        _comparison(driver[name], [part[name].layers for part in parts], layer_threshold, generator.tokenizer)
+        for name in order
+        if name in driver
+    )
+    return VerifyReport(
+        settings=_settings(model, generator, hf, reference, said),
+        comparisons=tuple(comparisons),
+        max_logprob_diff=MAX_LOGPROB_DIFF[dtype] if max_logprob_diff is None else max_logprob_diff,
+        layer_threshold=layer_threshold,
+    )
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What one rank knows of a comparison: rows on the driver, layers of its own stage."""
+
+    name: str
+    rows: Rows | None
+    layers: dict[int, float] | None
+
+
+class _Run:
+    """The text, and what the training forward says to it: logits on the last stage, states of the own layers."""
+
+    def __init__(self, llm: LLM, text: list[int], logits: Tensor | None, states: dict[int, Tensor]) -> None:
+        self.llm, self.inputs, self.targets = llm, text[:-1], text[1:]
+        self.vocab_size = llm.prompt_reader.vocab_size
+        self.logits = None if logits is None else logits[:, : self.vocab_size]
+        self.states = states
+
+    def generated(self, prompt_len: int, logprobs: list[float]) -> _Found:
+        """The log-probabilities that the engine gave to its own tokens."""
+        if not self.llm.is_driver:
+            return _Found("generate", None, None)
+        assert self.logits is not None
+        first = prompt_len - 1
+        logits = self.logits[first:]
+        rows = compare_logits(logits, logits, self.targets[first:], first)
+        chosen = torch.tensor(self.targets[first:], device=logits.device)
+        likeliest = torch.tensor(rows.reference_argmax, device=logits.device)
+        margin = logits.gather(1, likeliest[:, None]) - logits.gather(1, chosen[:, None])
+        return _Found(
+            "generate",
+            replace(
+                rows,
+                logprob=torch.tensor(logprobs, dtype=torch.float64).numpy(),
+                argmax=chosen.cpu().numpy(),
+                margin=margin[:, 0].double().cpu().numpy(),
+            ),
+            None,
+        )
+
+    def twin(self, twin: Twin) -> _Found:
+        """The training forward against ``transformers``, which is the reference here."""
+        layers = LayerDifferences()
+        for layer in range(-1, unwrap(self.llm.model).config.num_layers):
+            theirs = twin.states(layer)
+            if layer in self.states:
+                layers.add({layer: theirs}, {layer: self.states[layer]}, range(len(theirs)))
+        logits, rows = twin.logits(), None
+        if self.llm.is_driver:
+            assert self.logits is not None
+            rows = compare_logits(logits, self.logits, self.targets, 0)
+        return _Found("hf", rows, layers.worst)
+
+    def steps(self, name: str, runner: ModelRunner, runs: list[tuple[int, int, int]], compare_from: int = 0) -> _Found:
+        """Feed the text to a fresh cache and compare: tokens ``start`` to ``stop``, ``step`` at a time, of each run."""
+        table = list(range(runner.layout.blocks_for(len(self.inputs))))
+        layers, rows = LayerDifferences(), []
+        for start, stop, step in runs:
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                wanted = last - first if first >= compare_from else 0
+                batch = StepBatch([SeqStep(self.inputs[first:last], first, table, wanted)])
+                with recorded_layers(runner.model) as states:
+                    logits = runner.step(batch)
+                if not wanted:
+                    continue
+                layers.add(self.states, states, _positions(runner, batch))
+                if self.llm.is_driver:
+                    assert self.logits is not None
+                    rows.append(compare_logits(self.logits[first:last], logits, self.targets[first:last], first))
+        return _Found(name, Rows.joined(rows) if rows else None, layers.worst)
+
+
+def _positions(runner: ModelRunner, batch: StepBatch) -> Any:
+    """Of the tokens that this rank computed."""
+    striped = is_striped([len(seq.token_ids) for seq in batch.seqs], runner.layout, runner.prefill)
+    return place_tokens(batch, runner.layout, runner.rank, striped).positions_T
+
+
+def _comparison(driver: _Found, layers: list[dict[int, float] | None], threshold: float, tokenizer: Any) -> Comparison:
+    rows = driver.rows
+    assert rows is not None
+    merged = LayerDifferences.merged([part for part in layers if part is not None]) or None
+    known = {} if driver.name == "generate" else dict(
+        max_logit_share=float((rows.logit / rows.span).max()),
+        max_kl=float(rows.kl.max()),
+        mean_kl=float(rows.kl.mean()),
+    )  # fmt: skip
+    differ = (rows.reference_argmax != rows.argmax).nonzero()[0]
+    return Comparison(
+        name=driver.name,
+        positions=tuple(rows.position.tolist()),
+        logprob_diffs=tuple(abs(rows.reference_logprob - rows.logprob).tolist()),
+        different_argmax=len(differ),
+        first_difference=_difference(rows, int(differ[0]), tokenizer) if len(differ) else None,
+        layers=merged,
+        first_layer=next((layer for layer, value in (merged or {}).items() if not value <= threshold), None),
+        **known,
+    )
+
+
+def _difference(rows: Rows, row: int, tokenizer: Any) -> Difference:
+    tokens = int(rows.reference_argmax[row]), int(rows.argmax[row])
+    texts = [None if tokenizer is None else tokenizer.decode([token]) for token in tokens]
+    return Difference(
+        position=int(rows.position[row]),
+        reference_token=tokens[0],
+        token=tokens[1],
+        reference_text=texts[0],
+        text=texts[1],
+        margin=float(rows.margin[row]),
+    )
+
+
+def _check(timeout_s: float, prompt: Any, max_new_tokens: int, decode_tokens: int, allowed: float | None) -> None:
+    initialize_distributed(timeout_s)
+    check_at_least("max_new_tokens", max_new_tokens, 1)
+    check_at_least("decode_tokens", decode_tokens, 1)
+    number = isinstance(allowed, int | float) and not isinstance(allowed, bool)
+    if allowed is not None and not (number and 0 <= allowed < float("inf")):
+        raise ValueError(f"max_logprob_diff={allowed!r} must be a number >= 0; leave it out for the dtype's default")
+    if prompt is not None and len(prompt) == 0:
+        raise ValueError("the prompt is empty; give text or token ids, or leave it out")
+
+
+def _refuse_settings(llm: dict[str, Any]) -> None:
+    if llm:
+        raise ValueError(f"{', '.join(llm)} cannot be given: an LLM has its own settings; leave it out")
+
+
+def _same_shape(reference: torch.nn.Module, own: Any) -> Any:
+    """The bare reference model; ``ValueError`` unless it has the shape of ``own``."""
+    bare = unwrap(reference)
+
+    def shape(gpt: Any) -> dict[str, Any]:
+        names = ("num_layers", "hidden_size", "num_attention_heads", "tensor_model_parallel_size")
+        return {name: getattr(gpt.config, name) for name in names} | {
+            "layers of this stage": [layer.layer_number for layer in gpt.decoder.layers],
+            "first stage": gpt.pre_process,
+        }
+
+    theirs, ours = shape(bare), shape(own)
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise ValueError(
+                f"the reference model has {name} {theirs[name]}, but {value} is verified; give the model that it was "
+                "saved from, over the same groups"
+            )
+    return bare
+
+
+def _continue(llm: LLM, prompt: Any, max_new_tokens: int) -> Any:
+    """The output of greedy generation with log-probabilities."""
+    if prompt is None:
+        room = max(1, llm.prompt_reader.max_sequence_length - max_new_tokens)
+        if llm.tokenizer is not None:
+            prompt = list(on_all_ranks(llm.tokenizer.encode, DEFAULT_PROMPT))[:room]
+        else:
+            rng = random.Random(0)
+            count = min(DEFAULT_PROMPT_TOKENS, room)
+            prompt = [rng.randrange(llm.prompt_reader.vocab_size) for _ in range(count)]
+    one = prompt if isinstance(prompt, str) else [prompt]
+    (output,) = llm.generate(one, SamplingParams(max_tokens=max_new_tokens, logprobs=True, ignore_eos=True))
+    return output
+
+
+def _make_runner(llm: LLM, tokens: int) -> ModelRunner:
+    return ModelRunner(
+        llm.model,
+        llm.groups,
+        cache=replace(llm.cache_config, num_blocks=llm.layout.blocks_for(tokens), bytes_per_rank=None),
+        engine=llm.engine_config,
+        vocab_size=llm.prompt_reader.vocab_size,
+        max_sequence_length=llm.prompt_reader.max_sequence_length,
+    )
+
+
+def _forget(runner: ModelRunner) -> None:
+    """Clear the pool: keys that prefill wrote would hide that decode did not."""
+    for layer in runner.context.cache_index.values():
+        for cached in runner.pool.layer(layer):
+            cached.zero_()
+
+
+def _settings(model: Any, llm: LLM, hf: Any, reference: Any, said: Any) -> dict[str, str]:
+    sizes, engine = parallel_state.get_parallel_config(), llm.engine_config
+    own = unwrap(llm.model)
+    dtype = str(next(own.parameters()).dtype).removeprefix("torch.")
+    where = "a live model" if isinstance(model, torch.nn.Module | LLM) else os.fspath(model)
+    settings = {"model": where}
+    if reference is not None:
+        settings["reference"] = "the training forward of another live model"
+    if hf is not None:
+        settings["twin"] = f"{os.fspath(hf)}, float32"
+    ep = sizes.expert_model_parallel_size
+    settings["ranks"] = (
+        f"tp {sizes.tensor_model_parallel_size}, dcp {sizes.decode_context_parallel_size} ({sizes.dcp_layout}), "
+        f"pp {sizes.pipeline_model_parallel_size}" + (f", ep {ep}" if ep > 1 else "")
+    )
+    settings["cache"] = (
+        f"{dtype}, interleave {llm.cache_config.kv_interleave_size}, blocks of {llm.cache_config.block_size}; "
+        f"exchange {engine.exchange_for(sizes.dcp_layout)}, prefill {engine.prefill}"
+    )
+    settings["text"] = (
+        f"{len(said.prompt_token_ids)} prompt tokens and {len(said.token_ids)} generated; {dtype} weights"
+    )
+    return settings
