@@ -5,7 +5,7 @@ Shapes: ``T`` tokens, ``h`` hidden size, ``V`` vocabulary with its padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,6 +66,28 @@ def _any_rng_tracker() -> Iterator[None]:
 
 
 @contextmanager
+def rounding_noise(gpt: Any) -> Iterator[None]:
+    """Change what the embedding and every layer hand on in its last bit: by a random share of the dtype's epsilon.
+
+    How far that moves the logits is how far rounding alone may move them, in this model and on this text. The noise is
+    the same for every call, and on all ranks that hold the same hidden states.
+    """
+
+    def disturb(number: int) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> Any:
+            hidden = output[0] if isinstance(output, tuple) else output
+            generator = torch.Generator().manual_seed(number + 1)
+            share = 2 * torch.rand(hidden.shape, generator=generator).to(hidden.device) - 1
+            hidden = (hidden.float() * (1 + torch.finfo(hidden.dtype).eps * share)).to(hidden.dtype)
+            return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+        return hook
+
+    with _hooks(gpt, disturb):
+        yield
+
+
+@contextmanager
 def recorded_layers(gpt: Any) -> Iterator[dict[int, Tensor]]:
     """Hidden states of the model's last forward inside the block, ``[T, h]`` by the number of the layer they come from.
 
@@ -80,11 +102,18 @@ def recorded_layers(gpt: Any) -> Iterator[dict[int, Tensor]]:
 
         return hook
 
-    hooks = [layer.register_forward_hook(keep(layer.layer_number - 1)) for layer in gpt.decoder.layers]
-    if gpt.pre_process:
-        hooks.append(gpt.embedding.register_forward_hook(keep(-1)))
-    try:
+    with _hooks(gpt, keep):
         yield states
+
+
+@contextmanager
+def _hooks(gpt: Any, make: Callable[[int], Any]) -> Iterator[None]:
+    """A forward hook ``make(number)`` on every layer, numbered from 0 over all stages, and on the embedding, -1."""
+    hooks = [layer.register_forward_hook(make(layer.layer_number - 1)) for layer in gpt.decoder.layers]
+    if gpt.pre_process:
+        hooks.append(gpt.embedding.register_forward_hook(make(-1)))
+    try:
+        yield
     finally:
         for hook in hooks:
             hook.remove()
