@@ -30,10 +30,10 @@ from megatron_dcp.verification.compare import LayerDifferences, Rows, compare_lo
 from megatron_dcp.verification.report import Comparison, Difference, VerifyReport
 from megatron_dcp.verification.twin import Twin
 
-# What passes is ALLOWED times what rounding does to the training forward itself, and at least AT_LEAST: the largest and
-# the mean difference of log-probabilities (natural log), and that of a hidden state relative to its size. Sound decoding
-# was measured at 0.3 to 1.7 times rounding (largest) and 0.4 to 1.3 times (mean): random and trained weights, dense, MLA
-# and experts, both dtypes; at up to 4.5 times in single layers in fp32, all below AT_LEAST.
+# What passes is ALLOWED times what rounding does to the training forward itself, and at least AT_LEAST: the largest
+# and the mean difference of log-probabilities (natural log), and that of a hidden state relative to its size. Sound
+# decoding was measured at 0.3 to 1.7 times rounding (largest) and 0.4 to 1.3 times (mean): random and trained weights,
+# dense, MLA and experts, both dtypes; at up to 4.5 times in single layers in fp32, all below AT_LEAST.
 ALLOWED = 4.0
 AT_LEAST = {
     torch.float32: (1e-4, 2e-5, 5e-5),
