@@ -84,14 +84,26 @@ class Twin:
 def _load(directory: str) -> Any:
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise ValueError("--hf needs the package transformers: pip install transformers") from error
     if not os.path.isdir(directory):
         raise ValueError(f"{directory!r} is no directory; --hf takes that of a Hugging Face checkpoint")
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
         )
     except Exception as error:  # whatever its files make the model's own code raise
         raise ValueError(f"transformers cannot load {directory!r}: {error}") from error
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    if missing := sorted(info["missing_keys"]):  # these it fills with random numbers
+        raise ValueError(f"{directory} lacks {missing[0]} and {len(missing) - 1} more: it is incomplete")
     return model.eval()
