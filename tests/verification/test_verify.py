@@ -91,31 +91,11 @@ def test_a_good_checkpoint_passes(world, cases):
 CONFIG = tiny_config(num_layers=4)
 
 
-def stage_state(state, model):
-    """Of the whole model's weights those of this stage, under its own layer numbers."""
-    from megatron_dcp.checkpoint.names import global_layer_name
-
-    first = model.decoder.layers[0].layer_number - 1
-    names = (name for name in model.state_dict() if not name.endswith("_extra_state"))
-    return {name: state[global_layer_name(name, first)] for name in names}
-
-
-def make(config, state):
-    from megatron_dcp._mcore import build_model
-
-    groups = parallel_state.get_process_group_collection()
-    if groups.pp.size() == 1:
-        return sharded_model(config, state)
-    model = build_model(config, groups)
-    model.load_state_dict(stage_state(state, model), strict=False)
-    return model
-
-
 def fault_case(rank, world, given, fault):
     """The report of a trainer and a generator of which one has the fault."""
     parallel_state.initialize_model_parallel(**given)
     state = random_state(CONFIG)
-    reference, config = make(CONFIG, state), CONFIG
+    reference, config = sharded_model(CONFIG, state), CONFIG
     if fault == "weight":
         name = "decoder.layers.2.mlp.linear_fc2.weight"
         state = {**state, name: state[name].clone()}
@@ -124,7 +104,7 @@ def fault_case(rank, world, given, fault):
         config = dataclasses.replace(CONFIG, rotary_base=10500.0)
     elif fault == "output":
         state = {**state, "output_layer.weight": state["output_layer.weight"] * 1.01}
-    model = make(config, state)
+    model = sharded_model(config, state)
     with pytest.MonkeyPatch.context() as patch:
         if fault == "cache":  # a decoded token's key goes to the next one's slot
             from megatron_dcp.layers.context import DCPContext
@@ -167,13 +147,13 @@ def same_model_case(rank, world):
     from megatron_dcp import LLM
 
     parallel_state.initialize_model_parallel(decode_context_parallel_size=world)
-    model = make(CONFIG, random_state(CONFIG)).train()
+    model = sharded_model(CONFIG, random_state(CONFIG)).train()
     llm = LLM(model, vocab_size=100, cache=CacheConfig(block_size=4))
     by_llm, live = verify(llm, **TEXT), verify(model, vocab_size=100, **TEXT)
     assert model.training and all(module.training for module in model.modules())
     assert by_llm.passed and live.passed and live.settings["model"] == "a live model"
     assert all(not layer._forward_hooks for layer in model.decoder.layers)
-    other = make(tiny_config(), random_state(tiny_config()))
+    other = sharded_model(tiny_config(), random_state(tiny_config()))
     for given, message in [
         (dict(reference=other), "the reference model has num_layers 2, but 4 is verified"),
         (dict(prompt=[]), "the prompt is empty"),
