@@ -3,6 +3,9 @@
 Layers that are alike are stacked, ``decoder.layers.X`` of shape ``[layers, ...]``; others, and on demand all, are
 numbered, ``decoder.layers.3.X``. Experts are stacked, ``mlp.experts.experts.X``, behind the layers where these are
 stacked too; on demand they are numbered as well, ``mlp.experts.experts.7.X``.
+
+A ``HybridModel`` has attention and MLP as layers of their own, numbered ``2i`` and ``2i + 1`` where they are the halves
+of layer ``i``, and calls the final norm ``decoder.final_norm``.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ _EXPERTS = re.compile(r"^mlp\.experts\.experts\.(?:(\d+)\.)?(.+)$")
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 # Megatron can save the two halves of a gated MLP's first layer under names of their own (singleton_local_shards).
 _HALF = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias))_([wv])$")
+
+_HYBRID_NORM = "decoder.final_norm."
 
 Sizes = dict[str, tuple[int, ...]]
 _Index = tuple[int, ...]
@@ -57,9 +62,12 @@ def find_tensors(sizes: Sizes, config: ModelConfig, where: str) -> dict[str, Sto
     keys = {key for key in sizes if not key.startswith(_TRAINING)}
     embeddings = [key for key in keys if key.endswith(EMBEDDING)]
     prefix = embeddings[0].removesuffix(EMBEDDING) if len(embeddings) == 1 else ""
+    hybrid = f"{prefix}{_HYBRID_NORM}weight" in keys
     found: dict[str, Stored] = {}
     for key, parts in _with_halves_joined(keys).items():
         name = key.removeprefix(prefix)
+        if hybrid:
+            name = _gpt_name(name)
         stack = _STACKED.match(name)
         layer, rest = split_layer_name(name)
         if stack is None and layer is None:
@@ -128,6 +136,14 @@ def extra_state_keys(names: Iterable[str], config: ModelConfig) -> list[str]:
 
 def _expert_name(expert: int, rest: str) -> str:
     return f"mlp.experts.local_experts.{expert}.{rest}"
+
+
+def _gpt_name(name: str) -> str:
+    """What a ``GPTModel`` calls a tensor of the ``HybridModel`` whose layers are attention and MLP in turns."""
+    layer, rest = split_layer_name(name)
+    if layer is None:
+        return name.replace(_HYBRID_NORM, "decoder.final_layernorm.")
+    return layer_name(layer // 2, rest)
 
 
 def _with_halves_joined(keys: set[str]) -> dict[str, tuple[str, ...]]:

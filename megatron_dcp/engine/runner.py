@@ -27,6 +27,7 @@ from megatron_dcp.layers import (
     LatentShape,
     StepPlan,
     StripeSizes,
+    attention_layers,
     cached_kv_heads,
     check_expert_groups,
     enable_dcp,
@@ -82,7 +83,7 @@ class ModelRunner:
         )
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        layers = self.model.decoder.layers
+        layers = attention_layers(self.model)
         self.shape = AttentionShape.of(config, groups)
         self.latent = LatentShape.of(config, groups) if config.multi_latent_attention else None
         self.backend, self.backend_reason = choose_backend(
