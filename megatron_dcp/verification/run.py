@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, distributed
 
@@ -23,7 +24,7 @@ from megatron_dcp.engine.loading import on_all_ranks
 from megatron_dcp.engine.params import SamplingParams
 from megatron_dcp.engine.places import place_tokens
 from megatron_dcp.engine.runner import ModelRunner
-from megatron_dcp.layers import is_striped
+from megatron_dcp.layers import attention_layers, is_striped
 from megatron_dcp.layers.forward import recorded_layers, rounding_noise, training_forward
 from megatron_dcp.layers.specs import unwrap
 from megatron_dcp.verification.compare import LayerDifferences, Rows, compare_logits
@@ -103,6 +104,7 @@ def verify(
 
     said = _continue(generator, prompt, max_new_tokens)
     text = said.prompt_token_ids + said.token_ids
+    on_all_ranks(_check_memory, trained, len(text) - 1)
     with eval_mode(generator.model), eval_mode(trained):
         with recorded_layers(trained) as states:
             logits = training_forward(trained, text[:-1], generator.groups)
@@ -123,7 +125,8 @@ def verify(
     parts = [{part.name: part for part in of_rank} for of_rank in everywhere]
     driver = parts[generator.groups.dcp_driver]
     merged = {name: LayerDifferences.merged([part[name].layers for part in parts]) for name in driver}
-    at_least = AT_LEAST[next(own.parameters()).dtype]
+    dtypes = [next(each.parameters()).dtype for each in (own, trained)]
+    at_least = [max(both) for both in zip(*(AT_LEAST[dtype] for dtype in dtypes), strict=True)]
     thresholds = {layer: max(at_least[2], ALLOWED * value) for layer, value in merged["rounding"].items()}
 
     def comparison(name: str) -> Comparison:
@@ -315,6 +318,21 @@ def _continue(llm: LLM, prompt: Any, max_new_tokens: int) -> Any:
     one = prompt if isinstance(prompt, str) else [prompt]
     (output,) = llm.generate(one, SamplingParams(max_tokens=max_new_tokens, logprobs=True, ignore_eos=True))
     return output
+
+
+def _check_memory(gpt: Any, tokens: int) -> None:
+    """Raise ``ValueError`` where Megatron's own attention, which writes out every score, has no room for the text."""
+    attention = attention_layers(gpt)[0].self_attention
+    if type(attention.core_attention).__name__ != "DotProductAttention" or torch.cuda.is_available():
+        return
+    needed = 3 * attention.num_attention_heads_per_partition * tokens**2 * 4  # scores, masked scores, probabilities
+    free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if needed > free:
+        raise ValueError(
+            f"the training forward of {tokens} tokens takes about {needed / 2**30:.1f} GiB on this rank for the scores "
+            f"of one layer, of {free / 2**30:.1f} GiB that are free for it; use a shorter prompt, or a larger "
+            "tensor_model_parallel_size"
+        )
 
 
 def _make_runner(llm: LLM, tokens: int) -> ModelRunner:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from argparse import Namespace
 
 import pytest
 from megatron_models import random_state, sharded_model, tiny_config
@@ -168,6 +169,10 @@ def same_model_case(rank, world):
     ]:
         with pytest.raises(ValueError, match=message):
             verify(llm, **{**TEXT, **given})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psutil.virtual_memory", lambda: Namespace(available=10**4))
+        with pytest.raises(ValueError, match="training forward of 37 tokens takes about 0.0 GiB on this rank"):
+            verify(llm, **TEXT)
     return by_llm.max_logprob_diff, verify(llm, prompt=[1], max_new_tokens=1, max_logprob_diff=0.5)
 
 
