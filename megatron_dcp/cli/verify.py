@@ -71,7 +71,13 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Verify on every rank; the first one prints and writes. The exit code."""
     cache, engine = arguments.cache_config(args), arguments.engine_config(args)
-    arguments.check_world(args, int(os.environ.get("WORLD_SIZE", "1")))
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    arguments.check_world(args, world)
+    ranks = args.pp * args.tp * (args.dcp if args.dcp_layout == "orthogonal" else 1)
+    if world > ranks:
+        raise ValueError(
+            f"verify runs one replica, of {ranks} process{'es' if ranks > 1 else ''} here, but {world} were started"
+        )
 
     from torch import distributed
 

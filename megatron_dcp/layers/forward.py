@@ -66,17 +66,17 @@ def _any_rng_tracker() -> Iterator[None]:
 
 
 @contextmanager
-def rounding_noise(gpt: Any) -> Iterator[None]:
+def rounding_noise(gpt: Any, seed: int) -> Iterator[None]:
     """Change what the embedding and every layer hand on in its last bit: by a random share of the dtype's epsilon.
 
     How far that moves the logits is how far rounding alone may move them, in this model and on this text. The noise is
-    the same for every call, and on all ranks that hold the same hidden states.
+    that of the seed, and the same on all ranks that hold the same hidden states.
     """
 
     def disturb(number: int) -> Any:
         def hook(module: Any, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
-            generator = torch.Generator().manual_seed(number + 1)
+            generator = torch.Generator().manual_seed(seed * 10**6 + number + 1)
             share = 2 * torch.rand(hidden.shape, generator=generator).to(hidden.device) - 1
             hidden = (hidden.float() * (1 + torch.finfo(hidden.dtype).eps * share)).to(hidden.dtype)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

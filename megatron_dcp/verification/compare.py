@@ -44,6 +44,13 @@ class Rows:
         """One after the other."""
         return cls(*(np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)))
 
+    @classmethod
+    def worst(cls, runs: list[Rows]) -> Rows:
+        """Of several comparisons of the same tokens, for each token the one whose log-probability differs most."""
+        differences = np.stack([np.nan_to_num(abs(run.reference_logprob - run.logprob), nan=np.inf) for run in runs])
+        run_B, token_B = differences.argmax(0), np.arange(differences.shape[1])
+        return cls(*(np.stack([getattr(run, each.name) for run in runs])[run_B, token_B] for each in fields(cls)))
+
 
 def compare_logits(reference_BV: Tensor, other_BV: Tensor, targets: list[int], first: int) -> Rows:
     """Compare logits, row by row.

@@ -33,9 +33,11 @@ from megatron_dcp.verification.twin import Twin
 
 # What passes is ALLOWED times what rounding does to the training forward itself, and at least AT_LEAST: the largest
 # and the mean difference of log-probabilities (natural log), and that of a hidden state relative to its size. Sound
-# decoding was measured at 0.3 to 1.7 times rounding (largest) and 0.4 to 1.3 times (mean): random and trained weights,
-# dense, MLA and experts, both dtypes; at up to 4.5 times in single layers in fp32, all below AT_LEAST.
-ALLOWED = 4.0
+# decoding was measured at 0.2 to 1.4 times rounding in bf16 and at 0.4 to 1.8 in fp32, the mean at 0.2 to 1.1: 88 texts
+# of 8 to 150 tokens, tiny random models, dense, MLA, experts. Two more with experts in bf16 are above (one at 7.8, one
+# with a mean of 2.1): a last bit had decided on an expert, and in none of the runs with noise.
+ALLOWED = 3.0
+NOISE_RUNS = 3
 AT_LEAST = {
     torch.float32: (1e-4, 2e-5, 5e-5),
     torch.bfloat16: (0.1, 0.02, 0.05),
@@ -78,7 +80,7 @@ def verify(
         max_new_tokens: Tokens to generate after it.
         decode_tokens: So many tokens at the end of the text go through decode one by one; those before them are
             prefilled.
-        max_logprob_diff: Largest absolute difference of a token's log-probability that passes. Default: 4 times what
+        max_logprob_diff: Largest absolute difference of a token's log-probability that passes. Default: 3 times what
             the training forward itself moves when what each layer hands on is changed in its last bit; the same holds
             for the mean difference.
         llm: Arguments of `LLM`: parallel sizes, layout, cache, engine, dtype.
@@ -109,8 +111,7 @@ def verify(
         with recorded_layers(trained) as states:
             logits = training_forward(trained, text[:-1], generator.groups)
         run = _Run(generator, text, logits, dict(states))
-        with rounding_noise(trained), recorded_layers(trained) as states:
-            found = [run.rounding(training_forward(trained, text[:-1], generator.groups), states)]
+        found = [run.rounding(trained)]
         found.append(run.generated(len(said.prompt_token_ids), said.logprobs or []))
         if hf is not None:
             found.append(run.twin(Twin(hf, text[:-1], own, run.vocab_size, generator.groups.dcp_replica)))
@@ -164,14 +165,17 @@ class _Run:
         self.logits = None if logits is None else logits[:, : self.vocab_size]
         self.states = states
 
-    def rounding(self, logits: Tensor | None, states: dict[int, Tensor]) -> _Found:
-        """The training forward against what noise in the last bit makes of it."""
-        layers, rows = LayerDifferences(), None
-        layers.add(self.states, states, range(len(self.inputs)))
-        if self.llm.is_driver:
-            assert self.logits is not None and logits is not None
-            rows = compare_logits(self.logits, logits[:, : self.vocab_size], self.targets, 0)
-        return _Found("rounding", rows, layers.worst)
+    def rounding(self, trained: Any) -> _Found:
+        """The training forward against what noise in the last bit makes of it; for every token the worst of some."""
+        layers, runs = LayerDifferences(), []
+        for seed in range(NOISE_RUNS):
+            with rounding_noise(trained, seed), recorded_layers(trained) as states:
+                logits = training_forward(trained, self.inputs, self.llm.groups)
+            layers.add(self.states, states, range(len(self.inputs)))
+            if self.llm.is_driver:
+                assert self.logits is not None and logits is not None
+                runs.append(compare_logits(self.logits, logits[:, : self.vocab_size], self.targets, 0))
+        return _Found("rounding", Rows.worst(runs) if runs else None, layers.worst)
 
     def generated(self, prompt_len: int, logprobs: list[float]) -> _Found:
         """The log-probabilities that the engine gave to its own tokens."""
@@ -275,7 +279,7 @@ def _check(timeout_s: float, prompt: Any, max_new_tokens: int, decode_tokens: in
     number = isinstance(allowed, int | float) and not isinstance(allowed, bool)
     if allowed is not None and not (number and 0 <= allowed < float("inf")):
         raise ValueError(f"max_logprob_diff={allowed!r} must be a number >= 0; leave it out for the dtype's default")
-    if prompt is not None and len(prompt) == 0:
+    if isinstance(prompt, str | list | tuple) and not prompt:
         raise ValueError("the prompt is empty; give text or token ids, or leave it out")
 
 
@@ -356,7 +360,7 @@ def _forget(runner: ModelRunner) -> None:
 def _settings(model: Any, llm: LLM, hf: Any, reference: Any, said: Any) -> dict[str, str]:
     sizes, engine = parallel_state.get_parallel_config(), llm.engine_config
     own = unwrap(llm.model)
-    dtype = str(next(own.parameters()).dtype).removeprefix("torch.")
+    dtype, cached = (str(each.dtype).removeprefix("torch.") for each in (next(own.parameters()), llm.runner.pool))
     where = "a live model" if isinstance(model, torch.nn.Module | LLM) else os.fspath(model)
     settings = {"model": where}
     if reference is not None:
@@ -369,7 +373,7 @@ def _settings(model: Any, llm: LLM, hf: Any, reference: Any, said: Any) -> dict[
         f"pp {sizes.pipeline_model_parallel_size}" + (f", ep {ep}" if ep > 1 else "")
     )
     settings["cache"] = (
-        f"{dtype}, interleave {llm.cache_config.kv_interleave_size}, blocks of {llm.cache_config.block_size}; "
+        f"{cached}, interleave {llm.cache_config.kv_interleave_size}, blocks of {llm.cache_config.block_size}; "
         f"exchange {engine.exchange_for(sizes.dcp_layout)}, prefill {engine.prefill}"
     )
     settings["text"] = (

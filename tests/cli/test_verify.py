@@ -120,6 +120,7 @@ def test_what_cannot_run_is_one_line_on_every_rank(tmp_path):
         (["--json", str(tmp_path / "none" / "a")], "is no directory; make it first"),
         (["--plot", str(tmp_path / "a.txt")], "names no format for a plot"),
         (["--dcp", "3"], "takes 3 processes, but 2 were started"),
+        (["--dcp", "1"], "verify runs one replica, of 1 process here, but 2 were started"),
     ]
     commands = [[["verify", str(model()), "--dcp", "2", *more]] for more, _ in wrong]
     for rank, results in enumerate(run_on_ranks(2, run_main, commands, timeout=200)):

@@ -54,7 +54,7 @@ def live_case(rank, world, sizes, kind, dtype):
         for output in outputs:
             first, text = len(output.prompt_token_ids) - 1, output.prompt_token_ids + output.token_ids
             logits = training_forward(model, text[:-1], llm.groups)
-            with rounding_noise(model):
+            with rounding_noise(model, 0):
                 moved = training_forward(model, text[:-1], llm.groups)
             if logits is not None:
                 wanted, disturbed = (

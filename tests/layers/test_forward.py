@@ -30,7 +30,7 @@ def tensor_parallel_case(rank, world):
     assert ours.shape == (len(TEXT), config.padded_vocab_size) and not ours.requires_grad
     assert list(states) == list(wanted) == [-1, 0, 1]
     assert all(torch.allclose(states[layer], wanted[layer], rtol=1e-4, atol=1e-5) for layer in states)
-    with rounding_noise(model), rounding_noise(oracle):
+    with rounding_noise(model, 0), rounding_noise(oracle, 0):
         moved, theirs_moved = training_forward(model, TEXT, groups), training_forward(oracle, TEXT, alone)
     assert torch.equal(training_forward(model, TEXT, groups), ours), "the noise is gone"
     assert torch.equal(training_logits(oracle, TEXT), theirs)

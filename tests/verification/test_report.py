@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_dcp.verification import Comparison, Difference, VerifyReport
-from megatron_dcp.verification.compare import LayerDifferences, compare_logits
+from megatron_dcp.verification.compare import LayerDifferences, Rows, compare_logits
 
 
 def test_rows_are_what_torch_says():
@@ -26,6 +26,17 @@ def test_rows_are_what_torch_says():
     margin = reference.amax(-1) - reference.gather(1, other.argmax(-1, keepdim=True))[:, 0]
     assert rows.margin.tolist() == pytest.approx(margin.tolist(), abs=1e-6)
     assert rows.logit.tolist() == pytest.approx((reference - other).abs().amax(-1).tolist())
+
+
+def test_of_several_runs_the_worst_counts_at_every_token():
+    logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 0.0, 1.0]])
+    first, second = logits.clone(), logits.clone()
+    first[0, 0] += 1.0
+    second[1, 2] += 2.0
+    runs = [compare_logits(logits, other, [0, 2], 5) for other in (first, second)]
+    worst = Rows.worst(runs)
+    assert worst.logprob.tolist() == [runs[0].logprob[0], runs[1].logprob[1]]
+    assert worst.logit.tolist() == [1.0, 2.0] and worst.position.tolist() == [5, 6]
 
 
 def test_layers_are_compared_at_the_positions_of_the_rank_and_by_their_size():
