@@ -30,7 +30,14 @@ setup(
         "flashinfer": ["flashinfer-python>=0.5"],
         "serve": ["fastapi>=0.115", "prometheus_client>=0.20", "uvicorn>=0.30"],
         "plot": ["matplotlib>=3.9"],
-        "test": ["hypothesis>=6.100", "mypy>=1.15", "prometheus_client>=0.20", "pytest>=8.3", "ruff>=0.12"],
+        "test": [
+            "hypothesis>=6.100",
+            "matplotlib>=3.9",
+            "mypy>=1.15",
+            "prometheus_client>=0.20",
+            "pytest>=8.3",
+            "ruff>=0.12",
+        ],
     },
     entry_points={"console_scripts": ["megatron-dcp = megatron_dcp.cli:main"]},
     classifiers=[

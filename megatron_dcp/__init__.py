@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from megatron_dcp.layers import dcp_layer_spec, enable_dcp
     from megatron_dcp.metrics import Metrics
     from megatron_dcp.model_config import ModelConfig
+    from megatron_dcp.training import add_dcp_args, initialize_dcp_from_args, llm_from_args
+    from megatron_dcp.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
 
@@ -41,12 +43,17 @@ _HOME = {
     "Metrics": "metrics",
     "ModelConfig": "model_config",
     "ParallelConfig": "config",
+    "add_dcp_args": "training",
+    "initialize_dcp_from_args": "training",
+    "llm_from_args": "training",
     "build_model": "_mcore",
     "local_layer_spec": "_mcore",
     "default_device": "_cpu",
     "megatron_on_cpu": "_cpu",
     "convert": "checkpoint",
     "load_model": "checkpoint",
+    "verify": "verification",
+    "VerifyReport": "verification",
     "dcp_layer_spec": "layers",
     "enable_dcp": "layers",
 }
@@ -64,15 +71,20 @@ __all__ = [
     "SamplingParams",
     "StreamOutput",
     "Token",
+    "VerifyReport",
+    "add_dcp_args",
     "build_model",
     "convert",
     "dcp_layer_spec",
     "default_device",
     "enable_dcp",
+    "initialize_dcp_from_args",
+    "llm_from_args",
     "load_model",
     "local_layer_spec",
     "megatron_on_cpu",
     "prometheus_text",
+    "verify",
 ]
 
 

@@ -110,9 +110,14 @@ def whole_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtyp
 
 
 def sharded_model(config: ModelConfig, state: dict[str, Tensor], dtype: torch.dtype = torch.float32, **kw: Any) -> Any:
-    """This rank's shard, over the groups of ``parallel_state``."""
+    """This rank's shard, over the groups of ``parallel_state``; at pp > 1 of its stage."""
     groups = parallel_state.get_process_group_collection()
-    return _fill(build_model(config, groups, dtype=dtype, **kw), shard(config, state, groups))
+    model = build_model(config, groups, dtype=dtype, **kw)
+    first, shards = model.decoder.layers[0].layer_number - 1, shard(config, state, groups)
+    own = [name for name in model.state_dict() if not name.endswith("_extra_state")]
+    if groups.pp.size() > 1:
+        shards = {name: shards[names.global_layer_name(name, first)] for name in own}
+    return _fill(model, shards)
 
 
 def training_logits(model: Any, tokens: list[int]) -> Tensor:

@@ -28,6 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("engine",),
     ("server",),
+    ("verification", "training"),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -51,6 +52,7 @@ OPTIONAL = (
     "triton",
     "cudnn",
     "prometheus_client",
+    "matplotlib",
 )
 WITHOUT_TORCH = (
     "config.py",

@@ -20,6 +20,7 @@ from megatron_dcp.checkpoint.arguments_parts import (
     window_from_args,
     yarn_from_args,
 )
+from megatron_dcp.checkpoint.hybrid import as_gpt
 from megatron_dcp.checkpoint.names import VOCAB_DIVISIBLE_BY
 from megatron_dcp.model_config import ModelConfig
 
@@ -28,8 +29,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
     "mla_down_proj_fusion": (None, False),
     "is_hybrid_model": (None, False),
-    "hybrid_override_pattern": (None, ""),
-    "hybrid_layer_pattern": (None, ""),
     "heterogeneous_layers_config_path": (None,),
     "heterogeneous_layers_config_encoded_json": (None,),
     "experimental_attention_variant": (None,),
@@ -68,7 +67,7 @@ def config_from_args(args: Any, where: str) -> ModelConfig:
             f"{where} has no 'args': the checkpoint does not say what shape its model has. Save it with Megatron-LM or "
             "with megatron_dcp.checkpoint.save_model, which put it there, or convert the Hugging Face original"
         )
-    values = dict(args) if isinstance(args, dict) else vars(args)
+    values = as_gpt(dict(args) if isinstance(args, dict) else vars(args), where)
     for name, off in _OFF.items():
         if values.get(name) not in off:
             raise ValueError(f"{name}={values[name]!r} in the args of {where} is not supported")

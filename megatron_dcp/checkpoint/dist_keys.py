@@ -3,6 +3,9 @@
 Layers that are alike are stacked, ``decoder.layers.X`` of shape ``[layers, ...]``; others, and on demand all, are
 numbered, ``decoder.layers.3.X``. Experts are stacked, ``mlp.experts.experts.X``, behind the layers where these are
 stacked too; on demand they are numbered as well, ``mlp.experts.experts.7.X``.
+
+A ``HybridModel`` has attention and MLP as layers of their own, numbered ``2i`` and ``2i + 1`` where they are the halves
+of layer ``i``, and calls the final norm ``decoder.final_norm``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 _HALF = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
 # An expert of TransformerEngine's grouped layers, where these are not stacked.
 _GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+
+_HYBRID_NORM = "decoder.final_norm."
 
 Sizes = dict[str, tuple[int, ...]]
 _Index = tuple[int, ...]
@@ -59,9 +64,12 @@ def find_tensors(sizes: Sizes, config: ModelConfig, where: str) -> dict[str, Sto
     keys = {key for key in sizes if not key.startswith(_TRAINING) and not key.endswith("_extra_state")}
     embeddings = [key for key in keys if key.endswith(EMBEDDING)]
     prefix = embeddings[0].removesuffix(EMBEDDING) if len(embeddings) == 1 else ""
+    hybrid = f"{prefix}{_HYBRID_NORM}weight" in keys
     found: dict[str, Stored] = {}
     for key, parts in _with_halves_joined(keys).items():
         name = key.removeprefix(prefix)
+        if hybrid:
+            name = _gpt_name(name)
         stack = _STACKED.match(name)
         layer, rest = split_layer_name(name)
         if stack is None and layer is None:
@@ -136,6 +144,14 @@ def grouped_expert_name(rest: str) -> str | None:
 
 def _expert_name(expert: int, rest: str) -> str:
     return f"mlp.experts.local_experts.{expert}.{rest}"
+
+
+def _gpt_name(name: str) -> str:
+    """What a ``GPTModel`` calls a tensor of the ``HybridModel`` whose layers are attention and MLP in turns."""
+    layer, rest = split_layer_name(name)
+    if layer is None:
+        return name.replace(_HYBRID_NORM, "decoder.final_layernorm.")
+    return layer_name(layer // 2, rest)
 
 
 def _with_halves_joined(keys: set[str]) -> dict[str, tuple[str, ...]]:

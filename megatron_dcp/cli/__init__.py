@@ -1,7 +1,7 @@
 """The command line: ``megatron-dcp COMMAND`` or ``python -m megatron_dcp COMMAND``, under torchrun where it computes.
 
-Exit codes: 0, 1 for an error (one line on stderr from every rank), 2 for a command line that is not understood, 130
-after Ctrl-C.
+Exit codes: 0, 1 for an error (one line on stderr from every rank) or a ``verify`` that found a difference, 2 for a
+command line that is not understood, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import argparse
 import warnings
 from collections.abc import Sequence
 
-from megatron_dcp.cli import arguments, convert, generate
+from megatron_dcp.cli import arguments, convert, generate, verify
 from megatron_dcp.cli.failure import failing_together
 
-COMMANDS = (generate, convert)
+COMMANDS = (generate, verify, convert)
 
 
 def build_parser() -> argparse.ArgumentParser:

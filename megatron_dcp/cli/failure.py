@@ -22,12 +22,11 @@ class Terminated(BaseException):
         return "stopped by SIGTERM before it was done"
 
 
-def failing_together(run: Callable[[], None], command: str, *, debug: bool) -> int:
-    """Call ``run`` and turn what it raises into a line on stderr and an exit code."""
+def failing_together(run: Callable[[], int | None], command: str, *, debug: bool) -> int:
+    """Call ``run``, which may return an exit code, and turn what it raises into a line on stderr and an exit code."""
     with _sigterm_raises():
         try:
-            run()
-            return 0
+            return run() or 0
         except KeyboardInterrupt:
             _ignore_signals()
             if debug:

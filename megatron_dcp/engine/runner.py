@@ -15,6 +15,8 @@ from megatron_dcp.attention import choose_backend
 from megatron_dcp.attention.base import AttentionBatch
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+from megatron_dcp.comm.collectives import gather_objects
+from megatron_dcp.comm.consensus import agree
 from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
 from megatron_dcp.comm.pipeline import receive_from_previous_stage, send_to_next_stage
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
@@ -28,6 +30,7 @@ from megatron_dcp.layers import (
     LatentShape,
     StepPlan,
     StripeSizes,
+    attention_layers,
     cached_kv_heads,
     check_expert_groups,
     enable_dcp,
@@ -85,7 +88,7 @@ class ModelRunner:
         )
         parameter = next(self.model.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
-        layers = self.model.decoder.layers
+        layers = attention_layers(self.model)
         self.shape = AttentionShape.of(config, groups)
         self.latent = LatentShape.of(config, groups) if config.multi_latent_attention else None
         self.backend, self.backend_reason = choose_backend(
@@ -98,7 +101,7 @@ class ModelRunner:
         windows = layer_windows(config)
         own = [windows[layer.self_attention.layer_number - 1] for layer in layers]
         self.windows = sorted(set(own), key=lambda window: window is not None)  # of each kind of layer
-        self.num_blocks, self.window = self._pool_sizes(windows, cache)
+        self.num_blocks, self.window = self._pool_sizes(own, cache)
         self.pools = tuple(self._make_pool(window, own.count(window)) for window in self.windows)
         self.rotaries = [rotary_table(self.model, window=window is not None) for window in self.windows]
         self.prefill = engine.prefill if groups.dcp_layout == "orthogonal" else "replicated"
@@ -170,24 +173,31 @@ class ModelRunner:
         dtype = torch.float32 if config.fp32_residual_connection else self.dtype
         return receive_from_previous_stage(num_tokens, config.hidden_size, dtype, self.groups.pp, self.metrics)
 
-    def _pool_sizes(self, windows: list[int | None], cache: CacheConfig) -> tuple[int, Window | None]:
-        """Blocks of the pool, and the window's pool if any layer of the model has one; the same on every stage."""
-        window = next((window for window in windows if window is not None), None)
+    def _pool_sizes(self, own: list[int | None], cache: CacheConfig) -> tuple[int, Window | None]:
+        """Blocks of the pool, and the window's pool if any layer of the model has one; the same on every stage.
+
+        A collective call of the stages where the size is given in bytes.
+
+        Args:
+            own: Windows of this stage's layers.
+        """
+        window = next((window for window in layer_windows(self.model.config) if window is not None), None)
         most = max(self.engine.prefill_chunk_size, 1 + self.engine.num_draft_tokens)
         limit = 0 if window is None else self.engine.max_num_seqs * self.layout.window_blocks(window, most)
         num_blocks, in_window = cache.num_blocks, limit
         if cache.bytes_per_rank is not None:
             one = bytes_per_block(num_layers=1, block_size=cache.block_size, dtype=self.dtype, **self.shape.cache)
-            each = -(-len(windows) // self.groups.pp.size())
-            fits = []
-            for first in range(0, len(windows), each):
-                full = windows[first : first + each].count(None)
-                slide = len(windows[first : first + each]) - full
-                sizes = dict(block_bytes=one * full, window_bytes=one * slide, window_limit=limit)
-                fits.append(blocks_in(cache.bytes_per_rank, **sizes))
+            full, fit, error = own.count(None), None, None
+            sizes = dict(block_bytes=one * full, window_bytes=one * (len(own) - full), window_limit=limit)
+            try:
+                fit = blocks_in(cache.bytes_per_rank, **sizes)
+            except ValueError as caught:
+                error = caught
+            agree(error, self.groups.pp)
+            fits = gather_objects(fit, self.groups.pp)
             longest = self.layout.blocks_for(self.max_sequence_length) * self.engine.max_num_seqs
-            num_blocks = min((fit for fit, _ in fits if fit is not None), default=longest)
-            in_window = min(fit for _, fit in fits)
+            num_blocks = min((blocks for blocks, _ in fits if blocks is not None), default=longest)
+            in_window = min(blocks for _, blocks in fits)
         assert num_blocks is not None, "the engine sizes the pool before it makes a runner"
         return num_blocks, None if window is None else Window(window, min(num_blocks, in_window))
 

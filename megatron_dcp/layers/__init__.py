@@ -5,7 +5,13 @@ from megatron_dcp.layers.context import DCPContext, KindPlan, StepPlan
 from megatron_dcp.layers.gqa import DCPSelfAttention
 from megatron_dcp.layers.latent_plan import LatentShape, plan_latent
 from megatron_dcp.layers.mla import DCPMLASelfAttention
-from megatron_dcp.layers.model_info import AttentionShape, cached_kv_heads, layer_windows, rotary_table
+from megatron_dcp.layers.model_info import (
+    AttentionShape,
+    attention_layers,
+    cached_kv_heads,
+    layer_windows,
+    rotary_table,
+)
 from megatron_dcp.layers.moe import DCPMoELayer, check_expert_groups, experts_over_dcp
 from megatron_dcp.layers.prefill import Chunk, StripeSizes, exchange_work_bytes, is_striped, plan_striped
 from megatron_dcp.layers.specs import dcp_layer_spec, enable_dcp, sdpa_layer_spec
@@ -22,6 +28,7 @@ __all__ = [
     "SDPACoreAttention",
     "StepPlan",
     "StripeSizes",
+    "attention_layers",
     "cached_kv_heads",
     "check_expert_groups",
     "dcp_layer_spec",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.identity_op import IdentityOp
+
 from megatron_dcp.rope import RotaryTable, YarnScaling
 
 
@@ -44,6 +46,11 @@ class AttentionShape:
         return dict(num_kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim, v_in_k=self.v_in_k)
 
 
+def attention_layers(gpt: Any) -> list[Any]:
+    """The layers of this rank that attend; a ``HybridModel`` has others too."""
+    return [layer for layer in gpt.decoder.layers if not isinstance(layer.self_attention, IdentityOp)]
+
+
 def cached_kv_heads(config: Any) -> int:
     """KV heads that a ``TransformerConfig``'s cache has before tensor parallelism."""
     return 1 if config.multi_latent_attention else config.num_query_groups
@@ -59,7 +66,7 @@ def layer_windows(config: Any) -> list[int | None]:
 
 
 def rotary_table(gpt: Any, *, window: bool = False) -> RotaryTable | None:
-    """RoPE of a ``GPTModel`` by global position; ``None`` where it has none.
+    """RoPE of a model by global position; ``None`` where it has none.
 
     Args:
         window: Of its layers with a sliding window.
@@ -69,7 +76,7 @@ def rotary_table(gpt: Any, *, window: bool = False) -> RotaryTable | None:
     """
     config = gpt.config
     if config.multi_latent_attention:
-        rotary = gpt.decoder.layers[0].self_attention.rotary_pos_emb
+        rotary = attention_layers(gpt)[0].self_attention.rotary_pos_emb
         if config.rope_type == "rope":
             return RotaryTable(inv_freq=rotary.inv_freq, interleaved=True)
         yarn = YarnScaling(

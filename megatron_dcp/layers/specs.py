@@ -11,20 +11,22 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_dcp.core_attention import SDPACoreAttention
-from megatron_dcp.layers.block import DCPTransformerLayer, is_plain
+from megatron_dcp.layers.block import SHORT_LAYER, is_plain
 from megatron_dcp.layers.gqa import DCPSelfAttention
 from megatron_dcp.layers.linear import DCPColumnParallelLinear, DCPRowParallelLinear
 from megatron_dcp.layers.mla import DCPMLASelfAttention
+from megatron_dcp.layers.model_info import attention_layers
 from megatron_dcp.layers.moe import DCPMoELayer, check_router, unsupported_experts
 
 _DCP_CLASS: dict[type, type] = {SelfAttention: DCPSelfAttention, MLASelfAttention: DCPMLASelfAttention}
-_SHORT_CLASS: dict[type, type] = {
+_SHORT_LINEAR: dict[type, type] = {
     ColumnParallelLinear: DCPColumnParallelLinear,
     RowParallelLinear: DCPRowParallelLinear,
 }
+# Layers of a HybridModel, by the symbol of its pattern, that keep something else than keys and values.
+_STATEFUL = {"M": "Mamba", "G": "gated delta net (GDN)", "D": "sparse attention"}
 
 
 def dcp_layer_spec(spec: Any) -> Any:
@@ -51,7 +53,7 @@ def dcp_layer_spec(spec: Any) -> Any:
 
 
 def enable_dcp(model: torch.nn.Module) -> Any:
-    """Give an existing GPT model a decode path over a sharded KV cache. In place; parameters are shared.
+    """Give an existing model a decode path over a sharded KV cache. In place; parameters are shared.
 
     No weight is copied, no name in the state dict changes and the training forward stays Megatron's own, so that
     training and generation take turns on one model. Layers and linear modules of Megatron's own classes also get a
@@ -59,17 +61,19 @@ def enable_dcp(model: torch.nn.Module) -> Any:
     again does nothing.
 
     Args:
-        model: Megatron ``GPTModel``, bare or wrapped (``DistributedDataParallel``, ``Float16Module``, …).
+        model: Megatron ``GPTModel``, or ``HybridModel`` with a pattern of ``*`` or ``+`` (attention), ``-`` (MLP) and
+            ``E`` (experts); bare or wrapped (``DistributedDataParallel``, ``Float16Module``, …).
 
     Returns:
-        The bare ``GPTModel``.
+        The bare model.
 
     Raises:
         ValueError: The model uses something that the decode path does not know; it names the field.
     """
     gpt = unwrap(model)
     check_supported(gpt.config, getattr(gpt, "position_embedding_type", "rope"))
-    attentions = [layer.self_attention for layer in gpt.decoder.layers]
+    _check_pattern(gpt)
+    attentions = [layer.self_attention for layer in attention_layers(gpt)]
     for attention in attentions:  # all or none: look at every layer before the first is changed
         if type(attention) not in _DCP_CLASS and type(attention) not in _DCP_CLASS.values():
             raise ValueError(
@@ -79,7 +83,7 @@ def enable_dcp(model: torch.nn.Module) -> Any:
     moe_layers = [layer for layer in gpt.decoder.layers if isinstance(layer.mlp, MoELayer)]
     for layer in moe_layers:
         check_router(layer.mlp)
-        if type(layer) not in (TransformerLayer, DCPTransformerLayer) or not is_plain(layer):
+        if type(layer) not in SHORT_LAYER and type(layer) not in SHORT_LAYER.values() or not is_plain(layer):
             raise ValueError(
                 f"layer {layer.layer_number} has experts and more than Megatron's own TransformerLayer computes "
                 f"({type(layer).__name__}), which DCP decoding does not know"
@@ -89,14 +93,30 @@ def enable_dcp(model: torch.nn.Module) -> Any:
     for attention in attentions:
         attention.__class__ = _DCP_CLASS.get(type(attention), type(attention))
     for module in gpt.modules():
-        if type(module) is TransformerLayer and is_plain(module):
-            module.__class__ = DCPTransformerLayer
-        module.__class__ = _SHORT_CLASS.get(type(module), type(module))
+        if type(module) in SHORT_LAYER and is_plain(module):
+            module.__class__ = SHORT_LAYER[type(module)]
+        module.__class__ = _SHORT_LINEAR.get(type(module), type(module))
     return gpt
 
 
+def _check_pattern(gpt: Any) -> None:
+    """Raise ``ValueError`` unless every layer of a ``HybridModel`` decodes, and one on this stage has a cache."""
+    pattern = "".join(getattr(gpt.decoder, "layer_type_list", None) or ())
+    for symbol, kind in _STATEFUL.items():
+        if symbol in pattern:
+            raise ValueError(
+                f"hybrid_layer_pattern has {pattern!r} on this rank: {kind} layers ({symbol!r}) are not supported by "
+                "DCP decoding for now; a pattern may have '*' and '+' (attention), '-' (MLP) and 'E' (experts)"
+            )
+    if pattern and not attention_layers(gpt):
+        raise ValueError(
+            f"hybrid_layer_pattern has {pattern!r} on this pipeline stage, which has no attention layer and so no KV "
+            "cache; use fewer stages"
+        )
+
+
 def unwrap(model: Any) -> Any:
-    """The ``GPTModel`` inside data-parallel and precision wrappers."""
+    """The bare ``GPTModel`` or ``HybridModel`` inside data-parallel and precision wrappers."""
     while not hasattr(model, "decoder"):
         if not hasattr(model, "module"):
             raise ValueError(f"{type(model).__name__} is no Megatron GPTModel: it has neither .decoder nor .module")
