@@ -53,10 +53,11 @@ def good_case(rank, world, cases):
                 ("llama", dict(pp=2), {}),
                 ("mixtral", dict(tp=2, ep=2), {}),
                 ("mixtral bf16", dict(dcp=2), {}),
+                ("gemma3_text", dict(dcp=2), {}),
                 ("deepseek_v2", dict(tp=2, dcp=2, layout="within_tp"), {}),
             ],
         ),
-        (3, [("llama", dict(dcp=3), {}), ("deepseek_v2 bf16", dict(dcp=3), {})]),
+        (3, [("llama", dict(dcp=3), {}), ("deepseek_v2 bf16", dict(dcp=3), {}), ("mistral", dict(dcp=3), {})]),
         (4, [("llama", dict(tp=2, dcp=2), {}), ("deepseek_v2", dict(dcp=2, pp=2), {}), ("mixtral", dict(tp=4), {})]),
     ],
     ids=["1", "2", "3", "4"],
@@ -66,6 +67,8 @@ def test_a_good_checkpoint_passes(world, cases):
         "llama": tiny_model("llama", layers=4),
         "one kv head": tiny_model("llama", kv_heads=1),
         "mixtral": tiny_model("mixtral", kv_heads=4),
+        "mistral": tiny_model("mistral"),
+        "gemma3_text": tiny_model("gemma3_text", layers=4),
         "deepseek_v2": tiny_model("deepseek_v2", layers=4),
     }
     calls = []
