@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from megatron_dcp.model_config import ModelConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Models whose text part is one of the families: how the names of its tensors start, and those of the other parts.
+_PARTS = {"gemma3": ("language_model.", ("vision_tower.", "multi_modal_projector."))}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -38,6 +41,7 @@ class HFSource(Source):
         rows = family_of(config, hf_config["model_type"]).rows(config)
         self._rows = {row.megatron: row for row in rows}
         self._path_of = _find_files(location.data)
+        self._stored_name = _text_names(read_json(location.data / HF_CONFIG), self._path_of)
         self._files = MappedFiles(_open)
         expected = {
             name: shape
@@ -47,7 +51,7 @@ class HFSource(Source):
         ignored = _ignored(config, hf_config)
         found = {
             name: tuple(self._slice(name).get_shape())
-            for name in self._path_of
+            for name in self._stored_name
             if not name.startswith(ignored) and not name.endswith("rotary_emb.inv_freq")
         }
         check_tensors(found, expected, str(location.data))
@@ -58,7 +62,8 @@ class HFSource(Source):
         return self._dtypes[self._rows[name].hf[0]]
 
     def _slice(self, hf_name: str) -> Any:
-        return self._files.get(self._path_of[hf_name]).get_slice(hf_name)
+        stored = self._stored_name[hf_name]
+        return self._files.get(self._path_of[stored]).get_slice(stored)
 
     def _dtype(self, hf_name: str) -> torch.dtype:
         stored = self._slice(hf_name).get_dtype()
@@ -71,7 +76,7 @@ class HFSource(Source):
 
     def _read(self, name: str) -> Tensor:
         row = self._rows[name]
-        tensors = [self._files.get(self._path_of[hf_name]).get_tensor(hf_name) for hf_name in row.hf]
+        tensors = [self._slice(hf_name)[:] for hf_name in row.hf]
         self._files.count(sum(tensor.nbytes for tensor in tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
             kinds = ", ".join(f"{n}: {t.dtype}" for n, t in zip(row.hf, tensors, strict=True))
@@ -82,9 +87,18 @@ class HFSource(Source):
 def _read_config(location: Location) -> tuple[ModelConfig, dict[str, Any]]:
     path = location.data / HF_CONFIG
     values = read_json(path)
+    if values.get("model_type") in _PARTS and isinstance(values.get("text_config"), dict):
+        shared = {name: values[name] for name in ("eos_token_id", "tie_word_embeddings") if name in values}
+        values = shared | values["text_config"]
     generation = location.data / "generation_config.json"
     config, _ = config_from_hf(values, str(path), generation=read_json(generation) if generation.is_file() else None)
     return config, values
+
+
+def _text_names(values: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Stored name by the name that the text model alone would give a tensor; other parts of the model are left out."""
+    start, others = _PARTS.get(str(values.get("model_type")), ("", ()))
+    return {name.removeprefix(start): name for name in names if not name.startswith(others)}
 
 
 def _ignored(config: ModelConfig, hf_config: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from loaded import assert_logits, load_on_rank
 
 from megatron_dcp.checkpoint import convert, read_config
 from megatron_dcp.checkpoint.families import family_of
-from megatron_dcp.checkpoint.files import FORMATS
 from megatron_dcp.checkpoint.hf_config import config_from_hf, config_to_hf
 from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.rope import inverse_frequencies, softmax_scale, window_inverse_frequencies
@@ -57,6 +56,17 @@ def test_gemma3() -> None:
     scaled = config(GEMMA3_1B, rope_scaling={"factor": 8.0, "rope_type": "linear"})  # the larger ones
     assert torch.allclose(inverse_frequencies(scaled), inverse_frequencies(model) / 8)
     assert torch.equal(window_inverse_frequencies(scaled), window_inverse_frequencies(model))
+
+
+def test_gemma3_4b_says_little() -> None:
+    """Its text part leaves out whatever is the default of transformers."""
+    text = {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+    }  # fmt: skip
+    model = config(text)
+    sizes = (model.num_attention_heads, model.num_query_groups, model.kv_channels, model.vocab_size, model.window_size)
+    assert sizes == (8, 4, 256, 262208, 1024)
 
 
 def test_mistral() -> None:
@@ -134,6 +144,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False,
     },
 }  # fmt: skip
+FORMATS: tuple[Any, ...] = ("torch_dist", "legacy", "hf")
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("mistral", {"sliding_window": None}),
@@ -189,6 +200,25 @@ def test_transformers_reads_what_was_written_without_the_original_config(
     with torch.no_grad():
         assert torch.equal(hf_model(written)(ids).logits, hf_model(original)(ids).logits)
     assert read_config(written) == read_config(original)
+
+
+def test_of_a_model_that_sees_the_text_part_is_read(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = tiny_model("gemma3_text", tied=True)
+    text_config = json.loads((text / "config.json").read_text())
+    vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    both = Gemma3Config(text_config=text_config, vision_config=vision | {"patch_size": 14}, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(both)
+    model.model.language_model.load_state_dict(hf_model(text).model.state_dict())
+    model.save_pretrained(tmp_path / "both")
+    assert read_config(tmp_path / "both") == read_config(text)
+    written = convert(convert(tmp_path / "both", tmp_path / "dist"), tmp_path / "hf", to="hf")
+    a, b = hf_tensors(written), hf_tensors(text)
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    ids = torch.arange(90)[None]
+    with torch.no_grad():
+        assert torch.equal(hf_model(written)(ids).logits, hf_model(text)(ids).logits)
 
 
 def test_yarn_turns_into_the_scale_of_the_scores() -> None:

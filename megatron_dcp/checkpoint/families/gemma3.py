@@ -1,4 +1,7 @@
-"""Gemma 3 (text): windows in five of six layers with a RoPE of their own, norms on either side of attention and MLP."""
+"""Gemma 3, of larger models the text part.
+
+Windows in five of six layers with a RoPE of their own, norms on either side of attention and MLP.
+"""
 
 from typing import Any
 
@@ -51,7 +54,7 @@ GEMMA3 = _Gemma3(
     defaults={
         "rms_norm_eps": 1e-6, "max_position_embeddings": 131072, "num_key_value_heads": 4, "head_dim": 256,
         "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
+        "rope_local_base_freq": 1e4, "vocab_size": 262208, "num_attention_heads": 8,
     },
     off={
         "hidden_activation": ("gelu_pytorch_tanh",),
