@@ -5,30 +5,26 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from megatron_dcp import parallel_state
-from megatron_dcp.cache import WindowPool
 from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.comm.consensus import same_on_all
 from megatron_dcp.config import check_at_least
 from megatron_dcp.distributed import initialize_distributed
-from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.front import eval_mode
 from megatron_dcp.engine.llm import LLM
 from megatron_dcp.engine.loading import on_all_ranks
 from megatron_dcp.engine.params import SamplingParams
-from megatron_dcp.engine.places import place_tokens
-from megatron_dcp.engine.runner import ModelRunner
-from megatron_dcp.layers import attention_layers, is_striped
-from megatron_dcp.layers.forward import recorded_layers, rounding_noise, training_forward
+from megatron_dcp.layers import attention_layers
+from megatron_dcp.layers.forward import recorded_layers, training_forward
 from megatron_dcp.layers.specs import unwrap
-from megatron_dcp.verification.compare import LayerDifferences, Rows, compare_logits
+from megatron_dcp.verification.compare import LayerDifferences, Rows
+from megatron_dcp.verification.passes import Found, Passes, clear_pool, make_runner
 from megatron_dcp.verification.report import Comparison, Difference, VerifyReport
 from megatron_dcp.verification.twin import Twin
 
@@ -38,7 +34,6 @@ from megatron_dcp.verification.twin import Twin
 # of 8 to 150 tokens, tiny random models, dense, MLA, experts. Two more with experts in bf16 are above (one at 7.8, one
 # with a mean of 2.1): a last bit had decided on an expert, and in none of the runs with noise.
 ALLOWED = 3.0
-NOISE_RUNS = 3
 AT_LEAST = {
     torch.float32: (1e-4, 2e-5, 5e-5),
     torch.bfloat16: (0.1, 0.02, 0.05),
@@ -111,17 +106,17 @@ def verify(
     with eval_mode(generator.model), eval_mode(trained):
         with recorded_layers(trained) as states:
             logits = training_forward(trained, text[:-1], generator.groups)
-        run = _Run(generator, text, logits, dict(states))
-        found = [run.rounding(trained)]
-        found.append(run.generated(len(said.prompt_token_ids), said.logprobs or []))
+        passes = Passes(generator, text, logits, dict(states))
+        found = [passes.rounding(trained)]
+        found.append(passes.generated(len(said.prompt_token_ids), said.logprobs or []))
         if hf is not None:
-            found.append(run.twin(Twin(hf, text[:-1], own, run.vocab_size, generator.groups.dcp_replica)))
-        runner = on_all_ranks(_make_runner, generator, len(text) - 1)
+            found.append(passes.twin(Twin(hf, text[:-1], own, passes.vocab_size, generator.groups.dcp_replica)))
+        runner = on_all_ranks(make_runner, generator, len(text) - 1)
         chunk = generator.engine_config.prefill_chunk_size
-        found.append(run.steps("prefill", runner, [(0, len(text) - 1, chunk)]))
-        _forget(runner)
+        found.append(passes.steps("prefill", runner, [(0, len(text) - 1, chunk)]))
+        clear_pool(runner)
         first = max(0, len(text) - 1 - decode_tokens)
-        found.append(run.steps("decode", runner, [(0, first, chunk), (first, len(text) - 1, 1)], compare_from=first))
+        found.append(passes.steps("decode", runner, [(0, first, chunk), (first, len(text) - 1, 1)], compare_from=first))
 
     everywhere = gather_objects(found, generator.groups.dcp_replica)
     parts = [{part.name: part for part in of_rank} for of_rank in everywhere]
@@ -148,107 +143,7 @@ def verify(
     )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What one rank knows of a comparison: rows on the driver, layers of its own stage."""
-
-    name: str
-    rows: Rows | None
-    layers: dict[int, float]
-
-
-class _Run:
-    """The text, and what the training forward says to it: logits on the last stage, states of the own layers."""
-
-    def __init__(self, llm: LLM, text: list[int], logits: Tensor | None, states: dict[int, Tensor]) -> None:
-        self.llm, self.inputs, self.targets = llm, text[:-1], text[1:]
-        self.vocab_size = llm.prompt_reader.vocab_size
-        self.logits = None if logits is None else logits[:, : self.vocab_size]
-        self.states = states
-
-    def rounding(self, trained: Any) -> _Found:
-        """The training forward against what noise in the last bit makes of it; for every token the worst of some."""
-        layers, runs = LayerDifferences(), []
-        for seed in range(NOISE_RUNS):
-            with rounding_noise(trained, seed), recorded_layers(trained) as states:
-                logits = training_forward(trained, self.inputs, self.llm.groups)
-            layers.add(self.states, states, range(len(self.inputs)))
-            if self.llm.is_driver:
-                assert self.logits is not None and logits is not None
-                runs.append(compare_logits(self.logits, logits[:, : self.vocab_size], self.targets, 0))
-        return _Found("rounding", Rows.worst(runs) if runs else None, layers.worst)
-
-    def generated(self, prompt_len: int, logprobs: list[float]) -> _Found:
-        """The log-probabilities that the engine gave to its own tokens."""
-        if not self.llm.is_driver:
-            return _Found("generate", None, {})
-        assert self.logits is not None
-        first = prompt_len - 1
-        logits = self.logits[first:]
-        rows = compare_logits(logits, logits, self.targets[first:], first)
-        chosen = torch.tensor(self.targets[first:], device=logits.device)
-        likeliest = torch.tensor(rows.reference_argmax, device=logits.device)
-        margin = logits.gather(1, likeliest[:, None]) - logits.gather(1, chosen[:, None])
-        return _Found(
-            "generate",
-            replace(
-                rows,
-                logprob=torch.tensor(logprobs, dtype=torch.float64).numpy(),
-                argmax=chosen.cpu().numpy(),
-                margin=margin[:, 0].double().cpu().numpy(),
-            ),
-            {},
-        )
-
-    def twin(self, twin: Twin) -> _Found:
-        """The training forward against ``transformers``, which is the reference here."""
-        layers = LayerDifferences()
-        for layer in range(-1, unwrap(self.llm.model).config.num_layers):
-            theirs = twin.states(layer)
-            if layer in self.states:
-                layers.add({layer: theirs}, {layer: self.states[layer]}, range(len(theirs)))
-        logits, rows = twin.logits(), None
-        if self.llm.is_driver:
-            assert self.logits is not None
-            rows = compare_logits(logits, self.logits, self.targets, 0)
-        return _Found("hf", rows, layers.worst)
-
-    def steps(self, name: str, runner: ModelRunner, runs: list[tuple[int, int, int]], compare_from: int = 0) -> _Found:
-        """Feed the text to a fresh cache and compare: tokens ``start`` to ``stop``, ``step`` at a time, of each run."""
-        layout, window = runner.layout, None
-        table = list(range(layout.blocks_for(len(self.inputs))))
-        if runner.window is not None:
-            window = WindowPool(runner.window.num_blocks, runner.window.tokens, layout.logical_block_tokens)
-            window.start(0, ())
-        layers, rows = LayerDifferences(), []
-        for start, stop, step in runs:
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
-                wanted = last - first if first >= compare_from else 0
-                in_window: list[int] = []
-                if window is not None:
-                    window.slide(0, first)
-                    window.reserve(0, layout.blocks_for(last))
-                    in_window = window.pool.table(0)
-                batch = StepBatch([SeqStep(self.inputs[first:last], first, table, wanted, in_window)])
-                with recorded_layers(runner.model) as states:
-                    logits = runner.step(batch)
-                if not wanted:
-                    continue
-                layers.add(self.states, states, _positions(runner, batch))
-                if self.llm.is_driver:
-                    assert self.logits is not None
-                    rows.append(compare_logits(self.logits[first:last], logits, self.targets[first:last], first))
-        return _Found(name, Rows.joined(rows) if rows else None, layers.worst)
-
-
-def _positions(runner: ModelRunner, batch: StepBatch) -> Any:
-    """Of the tokens that this rank computed."""
-    striped = is_striped([len(seq.token_ids) for seq in batch.seqs], runner.layout, runner.prefill)
-    return place_tokens(batch, runner.layout, runner.rank, striped).positions_T
-
-
-def _comparison(driver: _Found, layers: dict[int, float], thresholds: dict[int, float], tokenizer: Any) -> Comparison:
+def _comparison(driver: Found, layers: dict[int, float], thresholds: dict[int, float], tokenizer: Any) -> Comparison:
     rows = driver.rows
     assert rows is not None
     known = {} if driver.name == "generate" else dict(
@@ -347,24 +242,6 @@ def _check_memory(gpt: Any, tokens: int) -> None:
             f"of one layer, of {free / 2**30:.1f} GiB that are free for it; use a shorter prompt, or a larger "
             "tensor_model_parallel_size"
         )
-
-
-def _make_runner(llm: LLM, tokens: int) -> ModelRunner:
-    return ModelRunner(
-        llm.model,
-        llm.groups,
-        cache=replace(llm.cache_config, num_blocks=llm.layout.blocks_for(tokens), bytes_per_rank=None),
-        engine=llm.engine_config,
-        vocab_size=llm.prompt_reader.vocab_size,
-        max_sequence_length=llm.prompt_reader.max_sequence_length,
-    )
-
-
-def _forget(runner: ModelRunner) -> None:
-    """Clear the pool: keys that prefill wrote would hide that decode did not."""
-    for pool, layer in map(runner.context.pool_of, runner.context.cache_index):
-        for cached in pool.layer(layer):
-            cached.zero_()
 
 
 def _settings(model: Any, llm: LLM, hf: Any, reference: Any, said: Any) -> dict[str, str]:
