@@ -84,7 +84,8 @@ def perturbed_main(rank, world, command, fault):
             finally:
                 weight.copy_(right)
         base = 12000.0 if self.dtype == torch.float32 else 100.0
-        self.rotary.inv_freq[:] = base ** -torch.linspace(0, 1, len(self.rotary.inv_freq) + 1)[:-1]
+        inv_freq = self.rotaries[0].inv_freq
+        inv_freq[:] = base ** -torch.linspace(0, 1, len(inv_freq) + 1)[:-1]
         return step(self, batch)
 
     with pytest.MonkeyPatch.context() as patch:
