@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 
+import bench_convert
 import bench_decode
 import bench_driver
 import bench_mla
@@ -19,6 +20,7 @@ import bench_serve
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
+    bench_convert.add_command(commands)
     bench_decode.add_command(commands)
     bench_driver.add_command(commands)
     bench_mla.add_command(commands)

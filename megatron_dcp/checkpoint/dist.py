@@ -26,7 +26,7 @@ from megatron_dcp.checkpoint.dist_keys import find_tensors
 from megatron_dcp.checkpoint.files import Location
 from megatron_dcp.checkpoint.names import shard_ranges
 from megatron_dcp.checkpoint.safe import load_metadata, load_torch
-from megatron_dcp.checkpoint.source import Source, check_tensors
+from megatron_dcp.checkpoint.source import CHECKPOINT_VERSION, Source, check_tensors, check_version
 from megatron_dcp.model_config import ModelConfig
 
 COMMON = "common.pt"
@@ -40,9 +40,9 @@ class DistSource(Source):
         ValueError: It is incomplete or truncated, names classes that are not read, or does not fit its arguments.
     """
 
-    def __init__(self, location: Location) -> None:
-        self._reader = _Reader(location.data)
-        args, config = _read_args(location, self._reader)
+    def __init__(self, location: Location, reader: Reader | None = None) -> None:
+        self._reader = Reader(location.data) if reader is None else reader
+        args, config = read_args(location, self._reader)
         super().__init__(location, config, getattr(args, "hf_config", None))
         metadata = self._reader.metadata
         self._sizes: dict[str, tuple[int, ...]] = {
@@ -93,25 +93,21 @@ class DistSource(Source):
 
 def read_dist_config(location: Location) -> ModelConfig:
     """Shape of the model at ``location``, without looking at its tensors."""
-    return _read_args(location, _Reader(location.data))[1]
+    return read_args(location, Reader(location.data))[1]
 
 
 def read_common(location: Location) -> dict[str, Any]:
     """What a ``torch_dist`` checkpoint holds besides tensors: ``args``, ``iteration`` and so on."""
-    return _Reader(location.data).common()
+    return Reader(location.data).common()
 
 
-class _Reader(FileSystemReader):
+class Reader(FileSystemReader):
     """torch's reader, with its metadata read safely and only once."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._directory = directory
-        backend = _read_backend(directory / "metadata.json")
-        if backend != "torch_dist":
-            raise ValueError(
-                f"{directory / 'metadata.json'} names sharded_backend={backend!r}; supported is 'torch_dist'"
-            )
+        self.check_format()
         self.metadata: Metadata = load_metadata(directory / ".metadata")
         if not isinstance(self.metadata, Metadata) or not isinstance(self.metadata.storage_data, dict):
             raise ValueError(f"{directory / '.metadata'} holds no checkpoint metadata")
@@ -123,19 +119,39 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
 
+    def check_format(self) -> None:
+        """Raise ``ValueError`` unless Megatron has finished writing here, in a version that is known."""
+        path = self._directory / "metadata.json"
+        try:
+            values = json.loads(path.read_text())
+            backend, version = values["sharded_backend"], values.get("sharded_backend_version", 1)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is truncated or no checkpoint configuration: {error}") from error
+        if backend != "torch_dist":
+            raise ValueError(f"{path} names sharded_backend={backend!r}; supported is 'torch_dist'")
+        if version != 1:
+            raise ValueError(
+                f"{path} names sharded_backend_version={version!r}; supported is 1: the checkpoint is newer than "
+                "megatron-dcp. Update that, or save it with an older Megatron-Core (0.16 to 0.19)"
+            )
+
     def common(self) -> dict[str, Any]:
         """The state that all ranks share."""
         if (self._directory / COMMON).is_file() or COMMON_KEY not in self.metadata.state_dict_metadata:
             common = load_torch(self._directory / COMMON)
         else:
-            self.check_files({COMMON_KEY})
-            (piece,) = self._pieces[COMMON_KEY]
-            with (self._directory / piece.relative_path).open("rb") as file:
-                file.seek(piece.offset)
-                common = load_torch(self._directory / piece.relative_path, content=file.read(piece.length))[0]
+            common = self.read_object(COMMON_KEY)[0]
         if not isinstance(common, dict):
             raise ValueError(f"the common state of {self._directory} is a {type(common).__name__}, not a dict")
         return common
+
+    def read_object(self, key: str) -> Any:
+        """What lies under ``key`` and is no tensor, read with weights-only safety."""
+        self.check_files({key})
+        (piece,) = self._pieces[key]
+        with (self._directory / piece.relative_path).open("rb") as file:
+            file.seek(piece.offset)
+            return load_torch(self._directory / piece.relative_path, content=file.read(piece.length))
 
     def check_files(self, keys: set[str]) -> None:
         """Raise ``ValueError`` unless every file that holds a piece of ``keys`` is there and long enough."""
@@ -152,7 +168,9 @@ class _Reader(FileSystemReader):
                 raise ValueError(f"{path} is missing: the checkpoint is incomplete")
             size = path.stat().st_size
             if size < end:
-                raise ValueError(f"{path} is truncated: it has {size} bytes, its metadata asks for {end}")
+                raise ValueError(
+                    f"{path} is truncated: it has {size} bytes, its metadata asks for {end}; copy it again"
+                )
 
     def tensor(self, key: str) -> TensorStorageMetadata:
         """Size, dtype and pieces of a tensor."""
@@ -196,13 +214,9 @@ class _IntoBox:
         raise AssertionError("a tensor was asked for")
 
 
-def _read_backend(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())["sharded_backend"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is truncated or no checkpoint configuration: {error}") from error
-
-
-def _read_args(location: Location, reader: _Reader) -> tuple[Any, ModelConfig]:
-    args = reader.common().get("args")
+def read_args(location: Location, reader: Reader) -> tuple[Any, ModelConfig]:
+    common = reader.common()
+    args = common.get("args")
+    if args is not None:
+        check_version(common.get("checkpoint_version", CHECKPOINT_VERSION), str(location.data))
     return args, config_from_args(args, str(location.data))

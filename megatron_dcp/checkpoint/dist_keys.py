@@ -16,12 +16,14 @@ from megatron_dcp.model_config import ModelConfig
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # States of a training that lie in the same files.
-_TRAINING = ("optimizer", "chained_", "rng_state", "rerun_state")
+_TRAINING = ("optimizer", "chained_", "opt_param_scheduler", "rng_state", "rerun_state")
 _STACKED = re.compile(r"^decoder\.layers\.([^\d.].*)$")
 _EXPERTS = re.compile(r"^mlp\.experts\.experts\.(?:(\d+)\.)?(.+)$")
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.local_experts\.(\d+)\.(.+)$")
 # Megatron can save the two halves of a gated MLP's first layer under names of their own (singleton_local_shards).
-_HALF = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias))_([wv])$")
+_HALF = re.compile(r"^(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])$")
+# An expert of TransformerEngine's grouped layers, where these are not stacked.
+_GROUPED = re.compile(r"^mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 
 Sizes = dict[str, tuple[int, ...]]
 _Index = tuple[int, ...]
@@ -54,7 +56,7 @@ def find_tensors(sizes: Sizes, config: ModelConfig, where: str) -> dict[str, Sto
     Raises:
         ValueError: A stack does not have as many layers or experts as the model.
     """
-    keys = {key for key in sizes if not key.startswith(_TRAINING)}
+    keys = {key for key in sizes if not key.startswith(_TRAINING) and not key.endswith("_extra_state")}
     embeddings = [key for key in keys if key.endswith(EMBEDDING)]
     prefix = embeddings[0].removesuffix(EMBEDDING) if len(embeddings) == 1 else ""
     found: dict[str, Stored] = {}
@@ -74,7 +76,7 @@ def find_tensors(sizes: Sizes, config: ModelConfig, where: str) -> dict[str, Sto
             rest = stack[1]
             _check_stack(sizes, parts, 0, config.num_layers, "layers", where)
             layers = [(i, (i,)) for i in range(config.num_layers)]
-        experts = [(local_name(rest), ())]
+        experts = [(local_name(grouped_expert_name(rest) or rest), ())]
         match = _EXPERTS.match(rest)
         if match is not None and config.moe is not None:
             if match[1] is None:
@@ -124,6 +126,12 @@ def extra_state_keys(names: Iterable[str], config: ModelConfig) -> list[str]:
             if module.endswith("self_attention.linear_proj"):
                 keys[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{shard}"] = None
     return list(keys)
+
+
+def grouped_expert_name(rest: str) -> str | None:
+    """Megatron's local name of an expert's tensor in a grouped layer; ``None`` where ``rest`` is none."""
+    match = _GROUPED.match(rest)
+    return match and _expert_name(int(match[3]), f"{match[1]}.{match[2]}")
 
 
 def _expert_name(expert: int, rest: str) -> str:

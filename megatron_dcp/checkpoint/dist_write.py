@@ -29,9 +29,7 @@ from torch.distributed.checkpoint.planner import (
 from megatron_dcp.checkpoint.arguments import args_from_config
 from megatron_dcp.checkpoint.dist import COMMON
 from megatron_dcp.checkpoint.dist_keys import EMBEDDING, extra_state_keys, places
-from megatron_dcp.checkpoint.source import Source
-
-CHECKPOINT_VERSION = 3.0
+from megatron_dcp.checkpoint.source import CHECKPOINT_VERSION, Source
 
 
 def common_state(source: Source, iteration: int) -> dict[str, Any]:
@@ -52,18 +50,19 @@ def common_state(source: Source, iteration: int) -> dict[str, Any]:
 
 
 def write_dist(
-    source: Source, directory: Path, *, iteration: int, progress: Callable[[str], None] | None = None
+    source: Source, directory: Path, *, iteration: int, progress: Callable[[int], None] | None = None
 ) -> None:
     """Write ``source`` into ``directory``, the directory of one iteration."""
     torch.save(common_state(source, iteration), directory / COMMON)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        planner = _StreamingPlanner(source, progress)
+        planner, failure = _StreamingPlanner(source, progress), None
         try:
             save({}, storage_writer=Writer(directory, thread_count=1), planner=planner, no_dist=True)
         except CheckpointException as error:  # torch wraps all that its steps raise, even Ctrl-C
-            cause, _ = next(iter(error.failures.values()))
-            raise cause from None
+            failure, _ = next(iter(error.failures.values()))
+        if failure is not None:
+            raise failure  # here, where it keeps its own context: torch hides a full disk there
     # Last, as Megatron does: without this file a checkpoint counts as unfinished.
     (directory / "metadata.json").write_text(
         json.dumps(
@@ -90,7 +89,7 @@ class _StreamingPlanner(DefaultSavePlanner):
     Tensors that lie in a stack (of layers, of experts) are pieces of one tensor of the checkpoint.
     """
 
-    def __init__(self, source: Source, progress: Callable[[str], None] | None) -> None:
+    def __init__(self, source: Source, progress: Callable[[int], None] | None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._source = source
         self._progress = progress
@@ -121,7 +120,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         assert write_item.tensor_data is not None
         tensor = self._source.read(name).contiguous().view(write_item.tensor_data.chunk.sizes)
         if self._progress is not None and name not in self._seen:
-            self._progress(name)
+            self._progress(tensor.nbytes)
         self._seen.add(name)
         return tensor
 

@@ -1,18 +1,15 @@
-"""Where the parts of a checkpoint lie on disk, which format it has, and how a new one gets its name."""
+"""Where the parts of a checkpoint lie on disk, and which format it has."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-Format = Literal["torch_dist", "legacy", "hf"]
-FORMATS: tuple[str, ...] = get_args(Format)
+WritableFormat = Literal["torch_dist", "legacy", "hf"]
+WRITABLE_FORMATS: tuple[str, ...] = get_args(WritableFormat)
+Format = Literal["torch_dist", "legacy", "hf", "fsdp_dtensor"]
 
 TRACKER = "latest_checkpointed_iteration.txt"
 HF_CONFIG = "config.json"
@@ -80,7 +77,7 @@ def locate(path: str | Path) -> Location:
 
 
 def detect_format(path: str | Path) -> Format:
-    """``"torch_dist"``, ``"legacy"`` or ``"hf"``; raises as `locate` does."""
+    """``"torch_dist"``, ``"legacy"``, ``"hf"`` or ``"fsdp_dtensor"``; raises as `locate` does."""
     return locate(path).format
 
 
@@ -99,54 +96,6 @@ def copy_companions(source: Location, destination: Path) -> list[str]:
                 copied.append(name)
                 break
     return copied
-
-
-def check_new(destination: Path) -> None:
-    """Raise ``ValueError`` if something has that name already."""
-    if destination.exists() or destination.is_symlink():
-        raise ValueError(f"{str(destination)!r} exists already; remove it or choose another name")
-
-
-def check_apart(source: str | Path, destination: str | Path) -> None:
-    """Raise ``ValueError`` if the new checkpoint would lie in the directory of the one that is read."""
-    if Path(destination).resolve().is_relative_to(Path(source).resolve()):
-        raise ValueError(
-            f"{str(destination)!r} lies in the checkpoint {str(source)!r} that is read; choose a name outside of it"
-        )
-
-
-def check_space(destination: Path, needed: int) -> None:
-    """Raise ``ValueError`` unless ``needed`` bytes are free where ``destination`` is to lie."""
-    folder = next(parent for parent in destination.absolute().parents if parent.is_dir())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise ValueError(
-            f"{str(destination)!r} takes {needed} bytes, but the disk of {str(folder)!r} has {free} left; free some "
-            "space, or choose another place"
-        )
-
-
-@contextlib.contextmanager
-def new_directory(destination: str | Path) -> Iterator[Path]:
-    """A directory to fill, which gets the name ``destination`` only if the block ends well.
-
-    Until then it is a hidden sibling, ``.NAME.partial-…``; a block that raises leaves nothing behind.
-
-    Raises:
-        ValueError: ``destination`` exists.
-    """
-    destination = Path(destination)
-    check_new(destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    partial = destination.parent / f".{destination.name}.partial-{uuid.uuid4().hex[:8]}"
-    partial.mkdir()
-    try:
-        yield partial
-        check_new(destination)
-        os.rename(partial, destination)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _read_tracker(path: Path) -> tuple[str, int | None]:
@@ -168,10 +117,12 @@ def _megatron_format(data: Path) -> Format:
         return "torch_dist"
     if list(data.glob("mp_rank_*")):
         return "legacy"
-    if (data / ".metadata").is_file() or list(data.glob("*.distcp")):
+    if (data / ".metadata").is_file():
+        return "fsdp_dtensor"
+    if list(data.glob("*.distcp")):
         raise ValueError(
-            f"{str(data)!r} has no metadata.json, which Megatron writes last: its saving was interrupted, or it is a "
-            "torch_dcp or fsdp_dtensor checkpoint, which is not supported; save with --ckpt-format torch_dist"
+            f"{str(data)!r} has no .metadata, which is written after the tensors: its saving was interrupted; take an "
+            "earlier iteration"
         )
     shown = ", ".join(sorted(p.name for p in data.iterdir())[:6]) or "nothing"
     raise ValueError(

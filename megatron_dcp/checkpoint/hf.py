@@ -1,27 +1,23 @@
-"""Hugging Face checkpoints: ``config.json`` and safetensors, in one file or sharded with an index."""
+"""Reading Hugging Face checkpoints: ``config.json`` and safetensors, in one file or sharded with an index."""
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dcp.checkpoint.families import Row, family_of
+from megatron_dcp.checkpoint.families import family_of
 from megatron_dcp.checkpoint.files import HF_CONFIG, Location
-from megatron_dcp.checkpoint.hf_config import config_from_hf, config_to_hf, read_json
+from megatron_dcp.checkpoint.hf_config import config_from_hf, read_json
+from megatron_dcp.checkpoint.mapped import MappedFiles
 from megatron_dcp.checkpoint.source import Source, check_tensors
 from megatron_dcp.model_config import ModelConfig
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
-MAX_SHARD_BYTES = 5 * 1000**3
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
 def read_hf_config(location: Location) -> ModelConfig:
@@ -41,7 +37,8 @@ class HFSource(Source):
         super().__init__(location, config, hf_config)
         rows = family_of(config, hf_config["model_type"]).rows(config)
         self._rows = {row.megatron: row for row in rows}
-        self._files = _open_files(location.data)
+        self._path_of = _find_files(location.data)
+        self._files = MappedFiles(_open)
         expected = {
             name: shape
             for row in rows
@@ -49,67 +46,37 @@ class HFSource(Source):
         }
         ignored = _ignored(config, hf_config)
         found = {
-            name: tuple(file.get_slice(name).get_shape())
-            for name, file in self._files.items()
+            name: tuple(self._slice(name).get_shape())
+            for name in self._path_of
             if not name.startswith(ignored) and not name.endswith("rotary_emb.inv_freq")
         }
         check_tensors(found, expected, str(location.data))
-        for name in found:
-            self._dtype(name)
+        self._dtypes = {name: self._dtype(name) for name in found}
+        self._files.close()
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._dtype(self._rows[name].hf[0])
+        return self._dtypes[self._rows[name].hf[0]]
+
+    def _slice(self, hf_name: str) -> Any:
+        return self._files.get(self._path_of[hf_name]).get_slice(hf_name)
 
     def _dtype(self, hf_name: str) -> torch.dtype:
-        stored = self._files[hf_name].get_slice(hf_name).get_dtype()
-        if stored not in _DTYPES:
+        stored = self._slice(hf_name).get_dtype()
+        if stored not in DTYPES:
             raise ValueError(
-                f"{hf_name} in {self.location.data} is stored as {stored}; supported are {', '.join(_DTYPES)}"
+                f"{hf_name} in {self.location.data} is stored as {stored}; supported are {', '.join(DTYPES)}: "
+                "cast it first"
             )
-        return _DTYPES[stored]
+        return DTYPES[stored]
 
     def _read(self, name: str) -> Tensor:
         row = self._rows[name]
-        tensors = [self._files[hf_name].get_tensor(hf_name) for hf_name in row.hf]
+        tensors = [self._files.get(self._path_of[hf_name]).get_tensor(hf_name) for hf_name in row.hf]
+        self._files.count(sum(tensor.nbytes for tensor in tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
             kinds = ", ".join(f"{n}: {t.dtype}" for n, t in zip(row.hf, tensors, strict=True))
             raise ValueError(f"tensors that Megatron packs into one have different dtypes ({kinds}); cast them first")
         return row.transform.pack(tensors, self.config)
-
-
-def write_hf(
-    source: Source,
-    directory: Path,
-    *,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[str], None] | None = None,
-) -> None:
-    """Write ``source`` as a Hugging Face model into ``directory``; holds one shard and one tensor in memory.
-
-    Raises:
-        ValueError: No supported family has such models.
-    """
-    from safetensors.torch import save_file
-
-    config = source.config
-    rows = family_of(config, (source.hf_config or {}).get("model_type")).rows(config)
-    hf_config = config_to_hf(config, source.dtype(rows[0].megatron), source.hf_config)
-    (directory / HF_CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n")
-
-    shards = _plan_shards(source, rows, max_shard_bytes)
-    weight_map: dict[str, str] = {}
-    tensors = _hf_tensors(source, rows, progress)
-    for number, names in enumerate(shards, start=1):
-        file = _SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # Views into a packed tensor would share memory, which safetensors refuses.
-        held = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in _take(tensors, names)}
-        save_file(held, directory / file, metadata={"format": "pt"})
-        shutil.copymode(directory / HF_CONFIG, directory / file)  # safetensors lets only the owner read its files
-        weight_map |= dict.fromkeys(names, file)
-    if len(shards) > 1:
-        total = sum(_nbytes(source, row) for row in rows)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (directory / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _read_config(location: Location) -> tuple[ModelConfig, dict[str, Any]]:
@@ -127,70 +94,38 @@ def _ignored(config: ModelConfig, hf_config: dict[str, Any]) -> tuple[str, ...]:
     return (*tied, *(f"model.layers.{layer}." for layer in further))
 
 
-def _open_files(directory: Path) -> dict[str, Any]:
-    """The open safetensors file of every tensor; opening reads a file's header and checks its length."""
-    from safetensors import SafetensorError, safe_open
-
-    if (directory / _INDEX).is_file():
-        weight_map = read_json(directory / _INDEX).get("weight_map")
+def _find_files(directory: Path) -> dict[str, Path]:
+    """The safetensors file of every tensor. Every file's header is read and its length checked."""
+    if (directory / INDEX).is_file():
+        weight_map = read_json(directory / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ValueError(f"{directory / _INDEX} has no weight_map")
+            raise ValueError(f"{directory / INDEX} has no weight_map")
         names = sorted(set(weight_map.values()))
-    elif (directory / _SINGLE).is_file():
-        weight_map, names = None, [_SINGLE]
+    elif (directory / SINGLE).is_file():
+        weight_map, names = None, [SINGLE]
     else:
         old = " It has weights in PyTorch's old format: save them with safe_serialization=True." * bool(
             list(directory.glob("pytorch_model*.bin"))
         )
-        raise ValueError(f"{str(directory)!r} has neither {_SINGLE} nor {_INDEX}: the checkpoint is incomplete.{old}")
-    files = {}
+        raise ValueError(f"{str(directory)!r} has neither {SINGLE} nor {INDEX}: the checkpoint is incomplete.{old}")
+    found = {}
     for name in names:
-        if Path(name).name != name:
-            raise ValueError(f"{directory / _INDEX} names {name!r}, which is not a file beside it")
-        try:
-            files[name] = safe_open(directory / name, framework="pt", device="cpu")
-        except FileNotFoundError as error:
-            raise ValueError(f"{directory / name} is missing: the checkpoint is incomplete") from error
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{directory / name} is truncated or no safetensors file: {error}") from error
-    found = {tensor: file for file in files.values() for tensor in file.keys()}  # noqa: SIM118
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ValueError(f"{directory / INDEX} names {name!r}, which is not a file beside it")
+        for tensor in _open(directory / name).keys():  # noqa: SIM118
+            found[tensor] = directory / name
     for name, file in (weight_map or {}).items():
         if name not in found:
-            raise ValueError(f"{directory / _INDEX} lists {name}, but {file} does not hold it")
+            raise ValueError(f"{directory / INDEX} lists {name}, but {file} does not hold it")
     return found
 
 
-def _nbytes(source: Source, row: Row) -> int:
-    shapes = row.transform.hf_shapes(source.specs[row.megatron].shape, source.config)
-    return sum(math.prod(shape) for shape in shapes) * source.dtype(row.megatron).itemsize
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
 
-
-def _plan_shards(source: Source, rows: list[Row], max_bytes: int) -> list[list[str]]:
-    """Hugging Face names by file, in the order in which the tensors are read."""
-    shards: list[list[str]] = [[]]
-    held = 0
-    for row in rows:
-        size = _nbytes(source, row)
-        if shards[-1] and held + size > max_bytes:
-            shards.append([])
-            held = 0
-        shards[-1].extend(row.hf)
-        held += size
-    return shards
-
-
-def _hf_tensors(
-    source: Source, rows: list[Row], progress: Callable[[str], None] | None
-) -> Iterator[tuple[str, Tensor]]:
-    for row in rows:
-        tensor = source.read(row.megatron)
-        if progress is not None:
-            progress(row.megatron)
-        yield from zip(row.hf, row.transform.unpack(tensor, source.config), strict=True)
-
-
-def _take(tensors: Iterator[tuple[str, Tensor]], names: list[str]) -> Iterator[tuple[str, Tensor]]:
-    for expected in names:
-        name, tensor = next(tensors)
-        assert name == expected
-        yield name, tensor
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} is missing: the checkpoint is incomplete") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or no safetensors file: {error}; copy or download it again") from error

@@ -10,6 +10,7 @@ import torch
 from megatron_dcp.checkpoint.convert import open_source
 from megatron_dcp.checkpoint.dist import read_dist_config
 from megatron_dcp.checkpoint.files import locate
+from megatron_dcp.checkpoint.fsdp import read_fsdp_config
 from megatron_dcp.checkpoint.hf import read_hf_config
 from megatron_dcp.checkpoint.legacy import read_legacy_config
 from megatron_dcp.checkpoint.names import (
@@ -35,7 +36,12 @@ def read_config(path: str | Path) -> ModelConfig:
         ValueError: There is no such checkpoint, or its model is not supported.
     """
     location = locate(path)
-    read = {"torch_dist": read_dist_config, "legacy": read_legacy_config, "hf": read_hf_config}
+    read = {
+        "torch_dist": read_dist_config,
+        "fsdp_dtensor": read_fsdp_config,
+        "legacy": read_legacy_config,
+        "hf": read_hf_config,
+    }
     return read[location.format](location)
 
 

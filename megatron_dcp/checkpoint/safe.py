@@ -73,9 +73,9 @@ def load_torch(path: Path, *, content: bytes | None = None, mmap: bool = False) 
         named = re.search(r"(?:GLOBAL|Unsupported class|[Uu]nsupported global:?) ([\w.]+)", str(error))
         if named:  # a file from before torch 1.6
             raise ValueError(_refusal(path, [named[1]])) from error
-        raise ValueError(f"{path} is truncated or not a torch file: {_first_line(error)}") from error
+        raise ValueError(_damage(path, error)) from error
     except (RuntimeError, EOFError, KeyError, AttributeError, IndexError, OSError) as error:
-        raise ValueError(f"{path} is truncated or not a torch file: {_first_line(error)}") from error
+        raise ValueError(_damage(path, error)) from error
 
 
 def load_metadata(path: Path) -> Any:
@@ -94,11 +94,22 @@ def load_metadata(path: Path) -> Any:
             f"{path} names {error}, which the metadata of a checkpoint has no need of; it is refused because reading "
             "it could run foreign code. Save the checkpoint again with a Megatron-Core that is supported (0.16 to 0.19)"
         ) from error
+    except _Missing as error:
+        raise ValueError(
+            f"{path} names {error}, which torch {torch.__version__} does not have: the checkpoint is newer. Update "
+            "torch, or save it again with an older torch and Megatron-Core (0.16 to 0.19)"
+        ) from error
     except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is truncated or no checkpoint metadata: {_first_line(error)}") from error
+        raise ValueError(
+            f"{path} is truncated or no checkpoint metadata: {_first_line(error)}; copy it again"
+        ) from error
 
 
 class _Refused(Exception):
+    pass
+
+
+class _Missing(Exception):
     pass
 
 
@@ -133,7 +144,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         if "." not in name:
             found = None
             if (module, name) in self._OTHERS or module in self._CLASSES or module == "torch":
-                found = super().find_class(module, name)
+                try:
+                    found = super().find_class(module, name)
+                except AttributeError as error:
+                    raise _Missing(f"{module}.{name}") from error
             if (module, name) in self._OTHERS or isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                 return found
             # Only what the module itself defines: an imported `os` or `pickle` is not to be reached through it.
@@ -168,6 +182,10 @@ def _refusal(path: Path, names: list[str]) -> str:
         "refused. If you trust whoever wrote the file, allow these classes in Python before loading or converting it: "
         "torch.serialization.add_safe_globals([...]), then megatron_dcp.checkpoint.convert(src, dst, to='torch_dist')"
     )
+
+
+def _damage(path: Path, error: BaseException) -> str:
+    return f"{path} is truncated or not a torch file: {_first_line(error)}; copy it again"
 
 
 def _first_line(error: BaseException) -> str:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_dcp.checkpoint.arguments import args_from_config
+from megatron_dcp.checkpoint.destination import new_directory
 from megatron_dcp.checkpoint.dist import COMMON
-from megatron_dcp.checkpoint.dist_write import CHECKPOINT_VERSION, Writer
-from megatron_dcp.checkpoint.files import COMPANIONS, TRACKER, iteration_dir, new_directory
+from megatron_dcp.checkpoint.dist_write import Writer
+from megatron_dcp.checkpoint.files import COMPANIONS, TRACKER, iteration_dir
+from megatron_dcp.checkpoint.source import CHECKPOINT_VERSION
 from megatron_dcp.comm.consensus import agree
 from megatron_dcp.model_config import ModelConfig
 

@@ -18,6 +18,8 @@ from megatron_dcp.checkpoint.files import Location
 from megatron_dcp.checkpoint.names import TensorSpec, fit_vocab, model_tensors, shard
 from megatron_dcp.model_config import ModelConfig
 
+# What Megatron-LM writes today; it says how rows of query, key and value are ordered.
+CHECKPOINT_VERSION = 3.0
 _SHOWN = 3
 
 
@@ -103,6 +105,21 @@ def check_tensors(
                 f"{name} in {where} has shape {tuple(shape)}, but the checkpoint's configuration asks for {wanted}: "
                 "one of the two belongs to another model"
             )
+
+
+def check_version(version: Any, where: str) -> None:
+    """Raise ``ValueError`` unless tensors mean today what they meant for ``checkpoint_version=version``."""
+    if version == CHECKPOINT_VERSION:
+        return
+    if isinstance(version, int | float) and version < CHECKPOINT_VERSION:
+        raise ValueError(
+            f"{where} has checkpoint_version={version}, whose order of query, key and value rows differs; supported is "
+            f"{CHECKPOINT_VERSION}: load and save it once with Megatron-LM"
+        )
+    raise ValueError(
+        f"{where} has checkpoint_version={version!r}, which is newer than {CHECKPOINT_VERSION}, the one that is known: "
+        "update megatron-dcp, or save the checkpoint with an older Megatron-LM"
+    )
 
 
 def _list(names: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
-"""What can be wrong with a Megatron checkpoint, and legacy files as Megatron-LM writes them."""
+"""What can be wrong with a ``torch_dist`` checkpoint."""
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from megatron_dcp.checkpoint import convert, open_source, read_config
-from megatron_dcp.checkpoint.names import fused_name, shard, split_layer_name
 from models import hf_tensors, tiny_model
 
 ITERATION = "iter_0000001"
@@ -18,11 +18,6 @@ ITERATION = "iter_0000001"
 @pytest.fixture
 def dist(tmp_path: Path) -> Path:
     return convert(tiny_model("qwen3"), tmp_path / "dist", to="torch_dist")
-
-
-@pytest.fixture
-def legacy(tmp_path: Path) -> Path:
-    return convert(tiny_model("qwen2"), tmp_path / "legacy", to="legacy")
 
 
 def edit_common(root: Path, **args: Any) -> None:
@@ -167,6 +162,41 @@ def test_another_backend(dist: Path) -> None:
         open_source(dist)
 
 
+def test_the_optimizers_files_may_be_absent(dist: Path) -> None:
+    def add_optimizer(metadata: Any) -> None:
+        weight = "decoder.final_layernorm.weight"
+        ((index, info),) = [(k, v) for k, v in metadata.storage_data.items() if k.fqn == weight]
+        for key in ("optimizer.state.exp_avg." + weight, "chained_0.optimizer.state.fp32_param." + weight):
+            metadata.state_dict_metadata[key] = metadata.state_dict_metadata[weight]
+            moved = replace(info, relative_path="__5_0.distcp")
+            metadata.storage_data[type(index)(key, index.offset, index.index)] = moved
+
+    edit_metadata(dist, add_optimizer)
+    assert not (dist / ITERATION / "__5_0.distcp").exists()
+    source, expected = open_source(dist), open_source(tiny_model("qwen3"))
+    assert all(torch.equal(source.read(name), expected.read(name)) for name in expected.specs)
+
+
+def test_newer_than_what_is_known(dist: Path) -> None:
+    path = dist / ITERATION / "metadata.json"
+    kept = path.read_text()
+    path.write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 2}))
+    with pytest.raises(ValueError, match="sharded_backend_version=2; supported is 1: the checkpoint is newer"):
+        open_source(dist)
+    path.write_text(kept)
+    common = torch.load(dist / ITERATION / "common.pt", weights_only=False)
+    for version, message in ((4.0, "newer than 3.0.*update megatron-dcp"), (2.0, "order of query, key and value")):
+        torch.save(common | {"checkpoint_version": version}, dist / ITERATION / "common.pt")
+        for read in (open_source, read_config):
+            with pytest.raises(ValueError, match=f"checkpoint_version={version}.*{message}"):
+                read(dist)
+    torch.save(common, dist / ITERATION / "common.pt")
+    path = dist / ITERATION / ".metadata"
+    path.write_bytes(path.read_bytes().replace(b"TensorStorageMetadata", b"TensorStorageMetadat2"))
+    with pytest.raises(ValueError, match="Metadat2, which torch .* does not have: the checkpoint is newer"):
+        open_source(dist)
+
+
 def test_checkpoint_that_does_not_say_its_shape(dist: Path) -> None:
     path = dist / ITERATION / "common.pt"
     common = torch.load(path, weights_only=False)
@@ -175,94 +205,3 @@ def test_checkpoint_that_does_not_say_its_shape(dist: Path) -> None:
     for read in (open_source, read_config):
         with pytest.raises(ValueError, match="has no 'args'.*save_model"):
             read(dist)
-
-
-# --- legacy
-
-
-def rank_file(root: Path, rank: int = 0) -> Path:
-    return root / ITERATION / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
-
-
-FUSED = {"self_attention.linear_qkv", "mlp.linear_fc1"}
-
-
-def split_legacy(root: Path, tp: int, *, fused: bool = False, **args: Any) -> None:
-    """Rewrite a legacy checkpoint as ``tp`` ranks would have saved it; ``fused``: with TransformerEngine's names."""
-    source = open_source(root)
-    tensors = {name: tensor.clone() for name, tensor in source.tensors()}  # its file, which is mapped, is overwritten
-    state = torch.load(rank_file(root), weights_only=False)
-    vars(state["args"]).update({"tensor_model_parallel_size": tp, **args})
-    for rank in range(tp):
-        model: dict[str, Any] = {}
-        for name, spec in source.specs.items():
-            layer, rest = split_layer_name(name)
-            saved = f"decoder.layers.{layer}.{fused_name(rest, FUSED)}" if fused and layer is not None else name
-            model[saved] = shard(tensors[name], spec, tp, rank).clone()
-            if fused:
-                model[saved.rpartition(".")[0] + "._extra_state"] = torch.zeros(3, dtype=torch.uint8)
-        rank_file(root, rank).parent.mkdir(exist_ok=True)
-        torch.save({**state, "model": model, "optimizer": {"exp_avg": torch.zeros(5)}}, rank_file(root, rank))
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_legacy_of_any_tensor_parallel_size(legacy: Path, tmp_path: Path, tp: int, fused: bool) -> None:
-    split_legacy(legacy, tp, fused=fused)
-    if fused:
-        assert any("layer_norm_weight" in name for name in torch.load(rank_file(legacy), weights_only=False)["model"])
-    expected = hf_tensors(tiny_model("qwen2"))
-    back = hf_tensors(convert(legacy, tmp_path / "hf", to="hf"))
-    assert back.keys() == expected.keys()
-    assert all(torch.equal(back[name], expected[name]) for name in expected)
-
-
-def edit_legacy(root: Path, edit: Any) -> None:
-    state = torch.load(rank_file(root), weights_only=False)
-    edit(state)
-    torch.save(state, rank_file(root))
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (lambda s: s["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"), r"lacks decoder\.layers\.1\.mlp"),
-        (lambda s: s["model"].update({"decoder.layers.0.mlp.router.weight": torch.ones(2)}), "holds .*router"),
-        (lambda s: s["model"].update({"decoder.final_layernorm.weight": torch.ones(3)}), r"\(3,\).*\(32,\)"),
-        (lambda s: s.pop("args"), "has no 'args'"),
-        (lambda s: s.update(checkpoint_version=1.0), "checkpoint_version=1.0"),
-        (lambda s: s.update(model0=s.pop("model")), "virtual pipeline"),
-        (lambda s: s.pop("model"), "no 'model' in it"),
-        (lambda s: s.update(model={"language_model": {}}), "before Megatron-Core"),
-        (lambda s: vars(s["args"]).update(tensor_model_parallel_size=2), "but holds 1 mp_rank"),
-    ],
-)
-def test_unsound_legacy(legacy: Path, edit: Any, message: str) -> None:
-    edit_legacy(legacy, edit)
-    with pytest.raises(ValueError, match=message):
-        open_source(legacy)
-
-
-@pytest.mark.parametrize("keep", [0, 100, -100])
-def test_truncated_legacy(legacy: Path, keep: int) -> None:
-    rank_file(legacy).write_bytes(rank_file(legacy).read_bytes()[:keep])
-    with pytest.raises(ValueError, match="model_optim_rng.pt is truncated or not a torch file"):
-        open_source(legacy)
-
-
-def test_missing_rank_and_pipeline(legacy: Path) -> None:
-    split_legacy(legacy, 2)
-    rank_file(legacy, 1).unlink()
-    with pytest.raises(ValueError, match=r"mp_rank_01/model_optim_rng\.pt is missing"):
-        open_source(legacy)
-    rank_file(legacy, 1).parent.rename(legacy / ITERATION / "mp_rank_01_000")
-    with pytest.raises(ValueError, match="pipeline or expert parallelism"):
-        open_source(legacy)
-
-
-def test_legacy_from_before_zip_files(legacy: Path) -> None:
-    state = torch.load(rank_file(legacy), weights_only=False)
-    torch.save(state, rank_file(legacy), _use_new_zipfile_serialization=False)
-    expected = open_source(tiny_model("qwen2"))
-    source = open_source(legacy)
-    assert all(torch.equal(source.read(name), expected.read(name)) for name in expected.specs)

@@ -58,6 +58,10 @@ def test_every_option_of_the_contract_by_short_and_long_name():
         "convert a b",
         "convert a b --to gguf",
         "convert a --to hf",
+        "convert a b --to legacy --tp 0",
+        "convert a b --to hf --max-shard-size 0",
+        "convert a b --to hf --max-shard-size 5TBB",
+        "convert a b --to hf --via nemo",
     ],
 )
 def test_wrong_usage_exits_with_2_and_says_why(line, capsys):
