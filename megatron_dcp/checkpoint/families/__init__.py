@@ -4,6 +4,7 @@ from megatron_dcp.checkpoint.families.base import Family, Row
 from megatron_dcp.checkpoint.families.deepseek_v2 import DEEPSEEK_V2
 from megatron_dcp.checkpoint.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_dcp.checkpoint.families.gemma3 import GEMMA3
+from megatron_dcp.checkpoint.families.gpt_oss import GPT_OSS
 from megatron_dcp.checkpoint.families.llama import LLAMA
 from megatron_dcp.checkpoint.families.mistral import MISTRAL
 from megatron_dcp.checkpoint.families.mixtral import MIXTRAL
@@ -17,7 +18,7 @@ __all__ = ["FAMILIES", "Family", "Row", "family_of"]
 # In the order in which they are tried for a model that comes from no family.
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, GEMMA3, DEEPSEEK_V2, DEEPSEEK_V3)
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, GEMMA3, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
 }
 
 
@@ -37,7 +38,9 @@ def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
         f"{config.add_bias_linear}, add_qkv_bias={config.add_qkv_bias}, qk_layernorm={config.qk_layernorm}, "
         f"rotary_percent={config.rotary_percent}, window_size={config.window_size}, geglu={config.geglu}, "
         f"layernorm_zero_centered_gamma={config.layernorm_zero_centered_gamma}, sandwich_norms="
-        f"{config.sandwich_norms}, scale_embeddings={config.scale_embeddings}, softmax_scale={config.softmax_scale}, "
+        f"{config.sandwich_norms}, scale_embeddings={config.scale_embeddings}, softmax_scale={config.softmax_scale}, softmax_type={config.softmax_type}, "
+        f"quick_geglu={config.quick_geglu}, glu_linear_offset={config.glu_linear_offset}, "
+        f"activation_func_clamp_value={config.activation_func_clamp_value}, "
         f"{config.mla or 'no MLA'}, {config.moe or 'no experts'}; keep the "
         "checkpoint in torch_dist or legacy format"
     )
