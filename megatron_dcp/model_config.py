@@ -252,6 +252,11 @@ class ModelConfig:
         return self.swiglu or self.geglu or self.quick_geglu
 
     @property
+    def whole_experts(self) -> bool:
+        """Whether Megatron does not split an expert over ranks: it has biases, which the ranks' sum would repeat."""
+        return self.moe is not None and self.add_bias_linear
+
+    @property
     def cached_kv_heads(self) -> int:
         """KV heads of the cache, before tensor parallelism: MLA's latent counts as one."""
         return self.num_query_groups if self.mla is None else 1
@@ -299,10 +304,10 @@ class ModelConfig:
             raise ValueError(
                 f"expert_model_parallel_size={ep} does not divide num_experts={experts}; use one of {legal}"
             )
-        if self.add_bias_linear and expert_tp > 1:
+        if self.whole_experts and expert_tp > 1:
             raise ValueError(
-                f"expert_tensor_parallel_size={expert_tp} is not supported for experts with biases: Megatron has them "
-                "whole only; use 1"
+                f"expert_tensor_parallel_size={expert_tp} is not supported for experts with biases, which Megatron "
+                "does not split; use 1, and an expert_model_parallel_size to share them"
             )
         if ffn % expert_tp:
             raise ValueError(

@@ -30,7 +30,7 @@ def count_sinks(attention: Any, out_TNV: Tensor, lse_TN: Tensor, ctx: DCPContext
     within = ctx.groups.dcp_layout == "within_tp"
     if kind == "vanilla" or not (alone or within or ctx.groups.dcp.rank() == 0):
         return
-    own = attention.num_attention_heads_per_partition
+    own = attention.config.num_attention_heads // ctx.groups.tp.size()
     first = ctx.groups.dcp.rank() * own if within else 0
     heads = slice(first, first + own)
     # TransformerEngine keeps them as [1, n, 1, 1].
