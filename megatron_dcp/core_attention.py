@@ -42,7 +42,9 @@ class SDPACoreAttention(torch.nn.Module):
         self.tp_group = getattr(pg_collection, "tp", None)
         slides = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if slides else None
-        sinks_N = torch.zeros(config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype)
+        sinks_N = torch.zeros(
+            config.num_attention_heads // config.tensor_model_parallel_size, dtype=config.params_dtype
+        )
         if config.softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(sinks_N)
             if config.perform_initialization:

@@ -11,7 +11,7 @@ YARN = (("rope_type", "yarn"), ("factor", 8.0), ("original_max_position_embeddin
 
 
 def references(dcp_size: int, **model: Any) -> list[Any]:
-    return [reference("gpt_oss", dcp_size, few=True, decode=24, rope_scaling=YARN, **model)]
+    return [reference("gpt_oss", dcp_size, few=True, decode=24, seed=3, rope_scaling=YARN, **model)]
 
 
 def experts(ep: int) -> dict[str, int]:
