@@ -22,8 +22,10 @@ class SDPACoreAttention(torch.nn.Module):
     """Causal core attention by ``torch.nn.functional.scaled_dot_product_attention``: trains on a CPU, fast.
 
     Has a sliding window in the layers where the config has one, and with ``softmax_type="learnable"`` Megatron's
-    parameter ``softmax_offset [N]``: the score of one more key per head, which has no value (a sink). Megatron's own ``DotProductAttention`` writes out every
-    ``[s, s]`` score matrix, asks for a GPU, and takes no values of another head dim than the keys', as MLA has.
+    parameter ``softmax_offset [N]``: the score of one more key per head, which has no value (a sink).
+
+    Megatron's own ``DotProductAttention`` writes out every ``[s, s]`` score matrix, asks for a GPU, and takes no values
+    of another head dim than the keys', as MLA has.
     """
 
     softmax_offset: Tensor | None

@@ -1,4 +1,4 @@
-"""Exactness of GPT-OSS, as in test_exactness.py: a sink counts once, whatever attends; experts and router have biases."""
+"""Exactness of GPT-OSS, as in test_exactness.py: sinks count once, whatever attends; experts have biases."""
 
 from __future__ import annotations
 
