@@ -29,11 +29,16 @@ def texts_for(dcp: int, decode: int, vocab: int) -> tuple[list[list[int]], list[
     return [[rng.randrange(vocab) for _ in range(n + decode)] for n in lens], lens
 
 
-def largest_error(runner, oracle, texts, lens, chunk=10**9):
-    """Largest logit difference, as a share of the oracle's logit range, over all texts and steps."""
+def wanted_logits(oracle, texts, lens):
+    """Of the oracle's own forward, for every token after each prompt."""
+    return [training_logits(oracle, text)[n - 1 :] for text, n in zip(texts, lens, strict=True)]
+
+
+def largest_error(runner, wanted, texts, lens, chunk=10**9):
+    """Largest logit difference, as a share of the wanted logits' range, over all texts and steps."""
     worst = 0.0
-    for got, text, n in zip(forced_logits(runner, texts, lens, chunk), texts, lens, strict=True):
-        want = training_logits(oracle, text)[n - 1 :, : got.shape[1]]
+    for got, want in zip(forced_logits(runner, texts, lens, chunk), wanted, strict=True):
+        want = want[:, : got.shape[1]]
         assert got.shape == want.shape
         worst = max(worst, float((got - want).abs().max() / (want.max() - want.min())))
     return worst
@@ -46,9 +51,9 @@ def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None
     )
     config = tiny_config(**changes)
     state = random_state(config)
-    oracle = whole_model(config, state)
     model = sharded_model(config, state)
     texts, lens = texts_for(dcp, 6, config.vocab_size)
+    wanted = wanted_logits(whole_model(config, state), texts, lens)
     errors = {}
     for setting in settings:
         interleave, exchange, chunk, prefill = (*setting, "auto")[:4]
@@ -56,7 +61,7 @@ def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None
         runner = make_runner(model, config, cache=cache, engine=EngineConfig(exchange=exchange, prefill=prefill))
         for k_SKH, v_SKH in map(runner.pools[0].layer, range(config.num_layers)):
             k_SKH.fill_(torch.nan), v_SKH.fill_(torch.nan)
-        errors[setting] = largest_error(runner, oracle, texts, lens, chunk)
+        errors[setting] = largest_error(runner, wanted, texts, lens, chunk)
     return errors
 
 

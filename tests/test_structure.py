@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
 # Left to right: a module imports what stands left of it, and its own part; parts of one level are strangers.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics", "merge"),
-    ("rank_groups", "distributed", "model_config", "core_attention"),
+    ("rank_groups", "distributed", "model_config", "core_attention", "gemma"),
     ("rope", "router"),
     ("_cpu", "_mcore"),
     ("parallel_state",),
@@ -33,7 +33,15 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 # _mcore builds a model under the shim of _cpu.
 SAME_LEVEL = {("_mcore", "_cpu")}
-MAY_IMPORT_MEGATRON = ("parallel_state.py", "_mcore.py", "router.py", "layers/", "checkpoint/")
+MAY_IMPORT_MEGATRON = (
+    "parallel_state.py",
+    "_mcore.py",
+    "router.py",
+    "core_attention.py",
+    "gemma.py",
+    "layers/",
+    "checkpoint/",
+)
 OPTIONAL = (
     "transformer_engine",
     "flash_attn",

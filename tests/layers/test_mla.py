@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, largest_error, sharded_errors, texts_for
+from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, largest_error, sharded_errors, texts_for, wanted_logits
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron_models import (
     make_runner,
@@ -80,6 +80,7 @@ def in_parts_case(rank, world, dcp, monkeypatched_bytes):
     config = tiny_config(**mla(YARN))
     state = random_state(config)
     texts, lens = texts_for(dcp, 3, config.vocab_size)
+    wanted = wanted_logits(whole_model(config, state), texts, lens)
     errors = {}
     before = latent_plan.WORK_BYTES, LatentShape.prefers_expanded
     try:
@@ -92,7 +93,7 @@ def in_parts_case(rank, world, dcp, monkeypatched_bytes):
             runner = make_runner(
                 sharded_model(config, state), config, cache=CacheConfig(block_size=BLOCK, num_blocks=300)
             )
-            errors[form] = largest_error(runner, whole_model(config, state), texts, lens, 20)
+            errors[form] = largest_error(runner, wanted, texts, lens, 20)
     finally:
         latent_plan.WORK_BYTES, LatentShape.prefers_expanded = before
     return errors
@@ -195,7 +196,8 @@ def spec_case(rank, world):
     assert {type(layer.self_attention) for layer in model.decoder.layers} == {DCPMLASelfAttention}
     texts, lens = texts_for(1, 3, config.vocab_size)
     runner = make_runner(model, config, cache=CacheConfig(block_size=BLOCK, num_blocks=300))
-    return largest_error(runner, whole_model(config, random_state(config)), texts, lens)
+    wanted = wanted_logits(whole_model(config, random_state(config)), texts, lens)
+    return largest_error(runner, wanted, texts, lens)
 
 
 def test_built_from_a_spec():
@@ -253,9 +255,8 @@ def half_case(rank, world, dtype):
         for text in texts
         for a, b in [(training_logits(half, text), training_logits(exact, text))]
     )
-    return spread, largest_error(
-        make_runner(sharded_model(config, state, dtype), config, cache=cache), exact, texts, lens
-    )
+    runner = make_runner(sharded_model(config, state, dtype), config, cache=cache)
+    return spread, largest_error(runner, wanted_logits(exact, texts, lens), texts, lens)
 
 
 def test_bf16_stays_within_the_spread_of_bf16():
@@ -282,7 +283,7 @@ def norm_inside_case(rank, world):
         attention.linear_kv_up_proj = NormInside(attention.linear_kv_up_proj, attention.kv_layernorm)
         attention.kv_layernorm = torch.nn.Identity()
     runner = make_runner(model, config, cache=CacheConfig(block_size=BLOCK, num_blocks=300))
-    return largest_error(runner, oracle, texts, lens)
+    return largest_error(runner, wanted_logits(oracle, texts, lens), texts, lens)
 
 
 def test_a_norm_inside_the_up_projection_is_applied_before_the_cache():

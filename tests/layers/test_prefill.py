@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from layer_cases import BLOCK, largest_error, texts_for
+from layer_cases import BLOCK, largest_error, texts_for, wanted_logits
 from megatron_models import (
     everywhere,
     make_runner,
@@ -147,7 +147,7 @@ def slabs_case(rank, world, kind, per_slab):
     try:
         prefill.SLAB_BYTES = per_slab * BLOCK * runner.pools[0].bytes_per_key
         vars(sdpa).update(limits)
-        return largest_error(runner, whole_model(config, state), texts, lens, 20)
+        return largest_error(runner, wanted_logits(whole_model(config, state), texts, lens), texts, lens, 20)
     finally:
         prefill.SLAB_BYTES = kept[0]
         vars(sdpa).update(kept[1])
