@@ -1,5 +1,7 @@
 """Checkpoints: Megatron's ``torch_dist`` and legacy formats and Hugging Face safetensors, read, written, loaded.
 
+Megatron's ``fsdp_dtensor`` is read only.
+
 Importing this imports torch, but neither Megatron nor ``transformers``.
 """
 

@@ -10,7 +10,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -61,6 +61,40 @@ def write_at(file: BinaryIO, offset: int, tensor: Tensor) -> None:
     """Write a tensor's values into an open file, from byte ``offset`` on."""
     file.seek(offset)
     file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+class QuietFile:
+    """A file for torch's C++ code to write to: what `write` would raise is kept, and raised when Python asks next.
+
+    Raised in the middle of ``torch.save``, a full disk comes out as another error.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write, or only pretend to after an error."""
+        size = memoryview(data).nbytes
+        try:
+            return size if self._error else self._file.write(data)
+        except OSError as error:
+            # Without its frames: Python 3.12.1 crashes on collecting a BytesIO's buffer, as `data` can be, in a cycle.
+            self._error = error.with_traceback(None)
+            return size
+
+    def tell(self) -> int:
+        """Position; raises the error that there has been."""
+        self.check()
+        return self._file.tell()
+
+    def check(self) -> None:
+        """Raise the error that there has been."""
+        if self._error is not None:
+            raise self._error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 @contextlib.contextmanager

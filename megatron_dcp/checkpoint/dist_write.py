@@ -6,10 +6,12 @@ tensor, pipeline and expert parallel size. Tensors are read while they are writt
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     BytesIOWriteData,
@@ -27,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from megatron_dcp.checkpoint.arguments import args_from_config
+from megatron_dcp.checkpoint.destination import QuietFile
 from megatron_dcp.checkpoint.dist import COMMON
 from megatron_dcp.checkpoint.dist_keys import EMBEDDING, extra_state_keys, places
 from megatron_dcp.checkpoint.source import CHECKPOINT_VERSION, Source
@@ -62,7 +66,7 @@ def write_dist(
         except CheckpointException as error:  # torch wraps all that its steps raise, even Ctrl-C
             failure, _ = next(iter(error.failures.values()))
         if failure is not None:
-            raise failure  # here, where it keeps its own context: torch hides a full disk there
+            raise failure
     # Last, as Megatron does: without this file a checkpoint counts as unfinished.
     (directory / "metadata.json").write_text(
         json.dumps(
@@ -79,8 +83,19 @@ def write_dist(
 class Writer(FileSystemWriter):
     """torch's writer, which does not note the directory that it writes to: the checkpoint is renamed afterwards."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fs = _QuietFiles()
+
     def storage_meta(self) -> None:
         return None
+
+
+class _QuietFiles(FileSystem):
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield QuietFile(stream) if "w" in mode else stream  # type: ignore[arg-type]
 
 
 class _StreamingPlanner(DefaultSavePlanner):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_dcp.checkpoint.destination import write_at
+from megatron_dcp.checkpoint.destination import QuietFile, write_at
 from megatron_dcp.checkpoint.dist_write import common_state
 from megatron_dcp.checkpoint.legacy_ranks import (
     EMBEDDING,
@@ -98,20 +98,18 @@ def _lay_out(
     file: Path, common: dict[str, Any], source: Source, held: dict[str, str], rank: Rank, sizes: Sizes
 ) -> list[int]:
     """Write ``file`` with zeros (a hole) for every tensor; returns at which byte each begins."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     model: dict[str, Any] = {}
     shapes = []
-    with FakeTensorMode():
-        for own, name in held.items():
-            spec = source.specs[name]
-            shapes.append((shard_shape(spec, sizes.cut(spec, rank)[0]), source.dtype(name)))
-            model[own] = torch.empty(shapes[-1][0], dtype=shapes[-1][1])
-            if own.endswith(".weight") and own.split(".")[-2].startswith(("linear_", "output_layer")):
-                model[own.removesuffix("weight") + "_extra_state"] = None  # as these layers have it
-    # Into an open file: given its name, torch says nothing of a full disk.
-    with torch.serialization.skip_data(materialize_fake_tensors=True), file.open("wb") as opened:
-        torch.save(common | {"model": model}, opened)
+    for own, name in held.items():
+        spec = source.specs[name]
+        shapes.append((shard_shape(spec, sizes.cut(spec, rank)[0]), source.dtype(name)))
+        model[own] = torch.empty(shapes[-1][0], dtype=shapes[-1][1])  # never touched, so it takes no memory
+        if own.endswith(".weight") and own.split(".")[-2].startswith(("linear_", "output_layer")):
+            model[own.removesuffix("weight") + "_extra_state"] = None  # as these layers have it
+    with torch.serialization.skip_data(), file.open("wb") as opened:
+        quiet = QuietFile(opened)
+        torch.save(common | {"model": model}, quiet)
+        quiet.check()
     offsets = []
     with zipfile.ZipFile(file) as members, file.open("rb") as opened:
         root = members.namelist()[0].partition("/")[0]

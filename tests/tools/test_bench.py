@@ -122,3 +122,15 @@ def test_driver():
     rows = bench("driver", "--sequences", "1", "3", "--steps", "5", "--vocab", "100", "--prompt", "10")["rows"]
     assert [row["sequences"] for row in rows] == [1, 3]
     assert all(0 < row["sampler_ms"] < row["ms_per_step"] for row in rows)
+
+
+def test_convert(tmp_path):
+    sizes = ["--layers", "2", "--hidden", "64", "--ffn", "96", "--heads", "4", "--kv-heads", "2", "--vocab", "100"]
+    rows = bench("convert", *sizes, "--max-shard-bytes", "50000", "--repeats", "1", "--directory", str(tmp_path))[
+        "rows"
+    ]
+    assert [row["name"] for row in rows] == [
+        "plain copy", "hf to torch_dist", "torch_dist to hf", "hf to legacy tp 2 pp 2", "legacy tp 2 pp 2 to hf",
+    ]  # fmt: skip
+    assert all(row["gb_per_s"] > 0 and row["time_to_copy"] > 0 for row in rows)
+    assert list(tmp_path.iterdir()) == []
