@@ -59,7 +59,7 @@ def test_config_json_says_the_same_again(changes: dict[str, Any]) -> None:
     written = json.loads(json.dumps(config_to_hf(model, torch.bfloat16)))
     assert config_from_hf(written, "config.json")[0] == model
     assert family_of(model).model_type == written["model_type"] == "gpt_oss"
-    for change in ({"softmax_type": "off-by-one"}, {"glu_linear_offset": 0.0}):
+    for change in ({"softmax_type": "off-by-one"}, {"glu_linear_offset": 0.0}, {"activation_func_clamp_value": None}):
         with pytest.raises(ValueError, match="no supported Hugging Face family"):
             family_of(replace(model, **change))
 

@@ -19,6 +19,8 @@ class _GptOss(Family):
     def shape(self, values: dict[str, Any]) -> dict[str, Any]:
         if "rope_scaling" not in values and "rope_parameters" not in values:
             raise ValueError("rope_scaling is missing, for which transformers would take a yarn of its own")
+        if values["swiglu_limit"] is None:
+            raise ValueError("swiglu_limit is null, for which transformers would take another")
         check_renormalised(values["num_experts_per_tok"])
         moe = MoEConfig(
             num_experts=values["num_local_experts"],
@@ -33,7 +35,7 @@ class _GptOss(Family):
             "swiglu": False,
             "quick_geglu": True,
             "glu_linear_offset": 1.0,
-            "activation_func_clamp_value": float(values["swiglu_limit"]),
+            "activation_func_clamp_value": values["swiglu_limit"],
         }
 
     def keys(self, config: ModelConfig) -> dict[str, Any]:
