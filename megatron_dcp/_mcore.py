@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     """GELU's tanh approximation."""
     return F.gelu(x, approximate="tanh")
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    """GELU's sigmoid approximation. Megatron's own is compiled, by a compiler that may not be there."""
+    return x * torch.sigmoid(1.702 * x)
 
 
 @contextmanager
@@ -98,7 +103,10 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         gated_linear_unit=config.gated,
-        activation_func=F.silu if config.swiglu else gelu_tanh if config.geglu else F.gelu,
+        activation_func=_activation(config),
+        glu_linear_offset=config.glu_linear_offset,
+        activation_func_clamp_value=config.activation_func_clamp_value,
+        softmax_type=config.softmax_type,
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.add_qkv_bias,
         qk_layernorm=config.qk_layernorm,
@@ -129,6 +137,12 @@ def transformer_config(config: ModelConfig, *, tp: int, dtype: torch.dtype, **ov
     if config.mla is None:
         return TransformerConfig(**{**fields, **overrides})
     return MLATransformerConfig(**{**fields, **_mla_fields(config, config.mla), **overrides})
+
+
+def _activation(config: ModelConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    if config.swiglu:
+        return F.silu
+    return quick_gelu if config.quick_geglu else gelu_tanh if config.geglu else F.gelu
 
 
 def _mla_fields(config: ModelConfig, mla: MLAConfig) -> dict[str, Any]:
@@ -168,7 +182,7 @@ def local_layer_spec(config: ModelConfig, layers: range | None = None) -> Module
     """Layers of Megatron's own modules, without TransformerEngine.
 
     Attention is Megatron's ``DotProductAttention``, which needs a GPU in training. With MLA, for which Megatron has
-    none without TransformerEngine, and with sliding windows it is
+    none without TransformerEngine, and with sliding windows or sinks it is
     :class:`~megatron_dcp.core_attention.SDPACoreAttention`.
 
     Args:
@@ -200,7 +214,7 @@ def _one_layer_spec(config: ModelConfig, moe: MoEConfig | None) -> ModuleSpec:
             multi_latent_attention=config.mla is not None,
             normalization=config.normalization,
         )
-    if config.mla is not None or config.window_size is not None:
+    if config.mla is not None or config.window_size is not None or config.softmax_type != "vanilla":
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
     if moe is not None and moe.group_score_topk != moe.megatron_group_score_topk:
         from megatron_dcp.router import GroupedTopKRouter

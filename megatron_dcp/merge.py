@@ -67,6 +67,19 @@ def merge_into(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -
     lse.copy_(both)
 
 
+def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
+    """Let a key without a value, of the score ``sink``, take part in a partial, in place.
+
+    Args:
+        out: fp32 ``[…, N, H]``, finite also where its shard is empty.
+        lse: fp32 ``[…, N]``.
+        sink: Finite, ``[N]``.
+    """
+    both = torch.logaddexp(lse, sink.float())
+    out.mul_(torch.exp(lse - both).unsqueeze(-1))
+    lse.copy_(both)
+
+
 def _sum_in_order(x_P: Tensor) -> Tensor:
     """Sum over the first dimension, one by one: ``Tensor.sum`` may take another order for another shape."""
     parts = iter(x_P.unbind())

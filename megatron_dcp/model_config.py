@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from megatron_dcp.config import check_at_least, check_choice, divisors
 
 ScoreFunction = Literal["softmax", "sigmoid"]
+SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,12 @@ class ModelConfig:
         window_attn_skip_freq: For every layer, 1: a sliding window, 0: all keys. Belongs to ``window_size``.
         window_rotary_base: RoPE base of layers with a sliding window, which then have no scaling; ``None``: as others.
         softmax_scale: What scores are multiplied with; ``None``: ``kv_channels ** -0.5``.
+        softmax_type: What attention's softmax is over. ``vanilla``: the keys; ``learnable``: one more per head that has
+            no value, a sink, whose score is a parameter; ``off-by-one``: a sink with the score 0.
         geglu: MLPs are gated by the tanh approximation of GELU; excludes ``swiglu``.
+        quick_geglu: MLPs are gated by ``x * sigmoid(1.702 x)``; excludes ``swiglu`` and ``geglu``.
+        glu_linear_offset: Added to what the gate multiplies.
+        activation_func_clamp_value: The gate's input is cut above it, what the gate multiplies on either side.
         layernorm_zero_centered_gamma: Norms multiply with ``1 + weight``.
         sandwich_norms: A norm behind attention and MLP, too, in front of the residual sum.
         scale_embeddings: Embeddings are multiplied with ``hidden_size ** 0.5``, rounded to their dtype.
@@ -174,7 +180,11 @@ class ModelConfig:
     window_attn_skip_freq: tuple[int, ...] | None = None
     window_rotary_base: float | None = None
     softmax_scale: float | None = None
+    softmax_type: SoftmaxType = "vanilla"
     geglu: bool = False
+    quick_geglu: bool = False
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
     layernorm_zero_centered_gamma: bool = False
     sandwich_norms: bool = False
     scale_embeddings: bool = False
@@ -198,12 +208,26 @@ class ModelConfig:
                 "it needs one per layer"
             )
         self._check_windows()
-        if self.swiglu and self.geglu:
-            raise ValueError("swiglu=True and geglu=True exclude each other; set one of them to False")
+        self._check_mlp()
+        check_choice("softmax_type", self.softmax_type, get_args(SoftmaxType))
+        if self.softmax_type != "vanilla" and self.mla is not None:
+            raise ValueError(f"softmax_type={self.softmax_type!r} is not supported together with latent attention")
         if self.layernorm_zero_centered_gamma and (self.normalization != "RMSNorm" or self.mla is not None):
             raise ValueError(
                 "layernorm_zero_centered_gamma=True is supported with normalization='RMSNorm' and no latent attention"
             )
+
+    def _check_mlp(self) -> None:
+        gates = [name for name in ("swiglu", "geglu", "quick_geglu") if getattr(self, name)]
+        if len(gates) > 1:
+            raise ValueError(f"{'=True and '.join(gates)}=True exclude each other; set one of them to False")
+        if not gates and (self.glu_linear_offset or self.activation_func_clamp_value is not None):
+            raise ValueError(
+                f"glu_linear_offset={self.glu_linear_offset} and activation_func_clamp_value="
+                f"{self.activation_func_clamp_value} need an MLP with a gate: swiglu, geglu or quick_geglu"
+            )
+        if self.add_bias_linear and self.moe is not None and self.moe.moe_shared_expert_intermediate_size is not None:
+            raise ValueError("add_bias_linear=True is not supported with a shared expert, to which Megatron gives none")
 
     def _check_windows(self) -> None:
         size, freq = self.window_size, self.window_attn_skip_freq
@@ -225,7 +249,12 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
-        return self.swiglu or self.geglu
+        return self.swiglu or self.geglu or self.quick_geglu
+
+    @property
+    def whole_experts(self) -> bool:
+        """Whether Megatron does not split an expert over ranks: it has biases, which the ranks' sum would repeat."""
+        return self.moe is not None and self.add_bias_linear
 
     @property
     def cached_kv_heads(self) -> int:
@@ -274,6 +303,11 @@ class ModelConfig:
             legal = divisors(math.gcd(experts, max(1, ranks // expert_tp)))
             raise ValueError(
                 f"expert_model_parallel_size={ep} does not divide num_experts={experts}; use one of {legal}"
+            )
+        if self.whole_experts and expert_tp > 1:
+            raise ValueError(
+                f"expert_tensor_parallel_size={expert_tp} is not supported for experts with biases, which Megatron "
+                "does not split; use 1, and an expert_model_parallel_size to share them"
             )
         if ffn % expert_tp:
             raise ValueError(

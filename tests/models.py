@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = ("llama", "qwen2", "qwen3")
-WINDOW_FAMILIES = ("mistral", "gemma3_text")
+WINDOW_FAMILIES = ("mistral", "gemma3_text", "gpt_oss")
 MLA_FAMILIES = ("deepseek_v2", "deepseek_v3")
-MOE_FAMILIES = ("mixtral", "qwen3_moe", *MLA_FAMILIES)
+MOE_FAMILIES = ("mixtral", "qwen3_moe", *MLA_FAMILIES)  # and gpt_oss
 BYTE_VOCAB = 260  # 256 bytes, <eos>, <bos>, two that no text uses
 
 
@@ -47,8 +47,9 @@ def tiny_model(
     Args:
         family: One of `FAMILIES`, `WINDOW_FAMILIES` or `MOE_FAMILIES`. The last have 8 experts, of which a token sees
             4, and layer 0 dense where the family can have that; those of `MLA_FAMILIES` have a KV head per query head,
-            and ``head_dim`` says nothing. Those of `WINDOW_FAMILIES` have a sliding window of 9, in ``gemma3_text`` in
-            every other layer, from the first on.
+            and ``head_dim`` says nothing. Those of `WINDOW_FAMILIES` have a sliding window of 9, in ``gemma3_text`` and
+            ``gpt_oss`` in every other layer, from the first on. ``gpt_oss`` has experts, too, whose activations are cut
+            at 1.
         head_dim: Default ``hidden / heads``, but for ``qwen3`` and ``qwen3_moe`` 12, which is not that.
         rope_scaling: Items of the dict, e.g. ``LLAMA3``, or ``YARN`` for `MLA_FAMILIES`.
         tokenizer: Add a byte-level tokenizer; ``vocab_size`` is then at least `BYTE_VOCAB`.
@@ -120,6 +121,7 @@ _EXPERTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": dict(
         num_experts=8, num_experts_per_tok=4, moe_intermediate_size=20, mlp_only_layers=[0], norm_topk_prob=True
     ),
+    "gpt_oss": dict(num_local_experts=8, num_experts_per_tok=4, swiglu_limit=1.0, head_dim=12),
     "deepseek_v2": dict(_LATENT, n_shared_experts=2, topk_method="greedy"),
     "deepseek_v3": dict(_LATENT, n_shared_experts=1, n_group=4, topk_group=2),
 }

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_dcp.merge import merge_into, merge_partials, merge_weights, weigh
+from megatron_dcp.merge import add_sink, merge_into, merge_partials, merge_weights, weigh
 
 
 def attend(scores_STN: Tensor, v_SNH: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,6 +51,25 @@ def test_merge_of_shards_is_attention_over_all_keys(
     exact, exact_lse = merge_partials(out32.double(), lse32.double())
     torch.testing.assert_close(merged32.double(), exact, rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(merged_lse32.double(), exact_lse, rtol=2e-7, atol=2e-6)
+
+
+@pytest.mark.parametrize("counts", [0, 1, 2])
+def test_a_sink_in_one_of_the_partials_is_one_more_key_without_a_value(counts: int) -> None:
+    """Also in an empty one, of which there are two here."""
+    generator = torch.Generator().manual_seed(counts)
+    lengths, (T, N, H) = [3, 0, 2, 0], (2, 3, 4)
+    scores = torch.randn(sum(lengths), T, N, dtype=torch.float64, generator=generator) * 3
+    v = torch.randn(sum(lengths), N, H, dtype=torch.float64, generator=generator)
+    sink = torch.randn(N, dtype=torch.float64, generator=generator) * 3
+    shards = zip(scores.split(lengths), v.split(lengths), strict=True)
+    outs, lses = map(torch.stack, zip(*(attend(*shard) for shard in shards), strict=True))
+    outs, lses = outs.float(), lses.float()
+    add_sink(outs[counts], lses[counts], sink)
+    out, lse = merge_partials(outs, lses)
+    all_scores, all_v = torch.cat((scores, sink.expand(1, T, N))), torch.cat((v, torch.zeros(1, N, H)))
+    expected_out, expected_lse = attend(all_scores, all_v)
+    torch.testing.assert_close(out.double(), expected_out, rtol=3e-6, atol=1e-6)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=3e-6, atol=1e-6)
 
 
 def test_lse_is_natural_log() -> None:

@@ -34,15 +34,11 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "experimental_attention_variant": (None,),
     "linear_attention_type": (None,),
     "attention_output_gate": (None, False),
-    "softmax_type": (None, "vanilla"),
     "qk_l2_norm": (None, False),
     "no_rope_freq": (None, 0),
     "rotary_interleaved": (None, False),
     "apply_residual_connection_post_layernorm": (None, False),
     "squared_relu": (None, False),
-    "quick_geglu": (None, False),
-    "glu_linear_offset": (None, 0, 0.0),
-    "activation_func_clamp_value": (None,),
     "use_mup": (None, False),
     "use_legacy_models": (None, False),
     **MOE_OFF,
@@ -85,7 +81,7 @@ def config_from_args(args: Any, where: str) -> ModelConfig:
 
 def _config(values: dict[str, Any]) -> ModelConfig:
     heads = values["num_attention_heads"]
-    gated = bool(values.get("swiglu") or values.get("geglu"))
+    gated = bool(values.get("swiglu") or values.get("geglu") or values.get("quick_geglu"))
     ffn = values.get("ffn_hidden_size")
     if ffn is None:  # Megatron-LM's own rule for an argument left out
         ffn = int((4 * values["hidden_size"] * 2 / 3) / 64) * 64 if gated else 4 * values["hidden_size"]
@@ -115,7 +111,11 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         moe=moe_from_args(values, values["num_layers"], ffn),
         softmax_scale=values.get("softmax_scale"),
         layernorm_zero_centered_gamma=bool(values.get("apply_layernorm_1p")),
+        softmax_type=values.get("softmax_type") or "vanilla",
         geglu=bool(values.get("geglu")),
+        quick_geglu=bool(values.get("quick_geglu")),
+        glu_linear_offset=float(values.get("glu_linear_offset") or 0.0),
+        activation_func_clamp_value=values.get("activation_func_clamp_value"),
         sandwich_norms=bool(values.get("sandwich_norms")),
         scale_embeddings=bool(values.get("scale_embeddings")),
         **window_from_args(values, values["num_layers"]),
@@ -162,6 +162,10 @@ def args_from_config(
         softmax_scale=config.softmax_scale,
         swiglu=config.swiglu,
         squared_relu=False,
+        quick_geglu=config.quick_geglu,
+        glu_linear_offset=config.glu_linear_offset,
+        activation_func_clamp_value=config.activation_func_clamp_value,
+        softmax_type=config.softmax_type,
         add_bias_linear=config.add_bias_linear,
         add_qkv_bias=config.add_qkv_bias,
         qk_layernorm=config.qk_layernorm,

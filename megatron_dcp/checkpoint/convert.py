@@ -81,7 +81,7 @@ def convert(
         to: ``"torch_dist"``, ``"legacy"`` or ``"hf"``.
         tensor_model_parallel_size: Ranks that a legacy checkpoint is for, as the next three; default 1.
             ``torch_dist`` is for any.
-        expert_tensor_parallel_size: Default as ``tensor_model_parallel_size``; divides it.
+        expert_tensor_parallel_size: Default as ``tensor_model_parallel_size``; divides it. 1 for experts with biases.
         max_shard_bytes: Most bytes of a file of ``to="hf"``; default 5 GB.
         progress: Called with the bytes of tensors that are written and those that there are in all.
 
@@ -111,7 +111,7 @@ def convert(
         tp=tp,
         pp=pipeline_model_parallel_size or 1,
         ep=expert_model_parallel_size or 1,
-        expert_tp=expert_tensor_parallel_size or tp,
+        expert_tp=expert_tensor_parallel_size or (1 if source.config.whole_experts else tp),
     )
     if to == "legacy":
         source.repad(padding(source.config, sizes))

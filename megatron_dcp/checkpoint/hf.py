@@ -43,11 +43,9 @@ class HFSource(Source):
         self._path_of = _find_files(location.data)
         self._stored_name = _text_names(read_json(location.data / HF_CONFIG), self._path_of)
         self._files = MappedFiles(_open)
-        expected = {
-            name: shape
-            for row in rows
-            for name, shape in zip(row.hf, row.transform.hf_shapes(self.specs[row.megatron].shape, config), strict=True)
-        }
+        expected: dict[str, tuple[int, ...]] = {}
+        for row in rows:
+            expected |= row.hf_shapes(self.specs[row.megatron].shape, config)
         ignored = _ignored(config, hf_config)
         found = {
             name: tuple(self._slice(name).get_shape())
@@ -65,6 +63,10 @@ class HFSource(Source):
         stored = self._stored_name[hf_name]
         return self._files.get(self._path_of[stored]).get_slice(stored)
 
+    def _tensor(self, hf_name: str, index: int | None) -> Tensor:
+        """The whole tensor, or a slice of its first dimension."""
+        return self._slice(hf_name)[slice(None) if index is None else index]
+
     def _dtype(self, hf_name: str) -> torch.dtype:
         stored = self._slice(hf_name).get_dtype()
         if stored not in DTYPES:
@@ -76,7 +78,7 @@ class HFSource(Source):
 
     def _read(self, name: str) -> Tensor:
         row = self._rows[name]
-        tensors = [self._slice(hf_name)[:] for hf_name in row.hf]
+        tensors = [self._tensor(hf_name, row.index) for hf_name in row.hf]
         self._files.count(sum(tensor.nbytes for tensor in tensors))
         if len({tensor.dtype for tensor in tensors}) > 1:
             kinds = ", ".join(f"{n}: {t.dtype}" for n, t in zip(row.hf, tensors, strict=True))

@@ -87,7 +87,6 @@ def config_from_hf(
             max_position_embeddings=values["max_position_embeddings"],
             normalization="RMSNorm",
             norm_epsilon=values["rms_norm_eps"],
-            add_bias_linear=False,
             rotary_base=theta,
             rope_scaling=scaling,
             untie_embeddings_and_output_weights=not values.get("tie_word_embeddings", False),
@@ -150,7 +149,8 @@ def _check_supported(values: dict[str, Any], family: Family, where: str) -> None
         raise ValueError(
             f"{where} has quantization_config: quantised weights are not supported; use the original ones, or load the "
             "model with transformers, which dequantises it where it can (quantization_config=FineGrainedFP8Config("
-            "dequantize=True) for DeepSeek's fp8), and save it with save_pretrained"
+            "dequantize=True) for DeepSeek's fp8, Mxfp4Config(dequantize=True) for GPT-OSS), and save it with "
+            "save_pretrained"
         )
     for name, off in {**family.off, "hidden_act": ("silu",), "partial_rotary_factor": (1, 1.0)}.items():
         if name in values and values[name] not in off:

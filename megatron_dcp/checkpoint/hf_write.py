@@ -60,7 +60,7 @@ def write_hf(
         for name, part in zip(row.hf, row.transform.unpack(tensor, config), strict=True):
             file, offset = places[name]
             with file.open("r+b") as opened:
-                write_at(opened, offset, part)
+                write_at(opened, offset + (row.index or 0) * part.nbytes, part)
         if progress is not None:
             progress(tensor.nbytes)
     if len(shards) > 1:
@@ -76,8 +76,11 @@ def _nbytes(tensor: _Tensor) -> int:
 
 
 def _tensors(source: Source, row: Row) -> list[_Tensor]:
-    shapes = row.transform.hf_shapes(source.specs[row.megatron].shape, source.config)
-    return [(name, tuple(shape), source.dtype(row.megatron)) for name, shape in zip(row.hf, shapes, strict=True)]
+    """The tensors that begin with ``row``: none where it is a later slice of one."""
+    if row.index:
+        return []
+    shapes = row.hf_shapes(source.specs[row.megatron].shape, source.config)
+    return [(name, shape, source.dtype(row.megatron)) for name, shape in shapes.items()]
 
 
 def _plan_shards(source: Source, rows: list[Row], max_bytes: int) -> list[list[_Tensor]]:
@@ -87,7 +90,7 @@ def _plan_shards(source: Source, rows: list[Row], max_bytes: int) -> list[list[_
     for row in rows:
         tensors = _tensors(source, row)
         size = sum(map(_nbytes, tensors))
-        if shards[-1] and held + size > max_bytes:
+        if tensors and shards[-1] and held + size > max_bytes:
             shards.append([])
             held = 0
         shards[-1] += tensors

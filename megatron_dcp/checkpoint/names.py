@@ -126,6 +126,8 @@ def _attention(config: ModelConfig) -> dict[str, TensorSpec]:
     tensors = {"linear_qkv.weight": TensorSpec((qkv, hidden), tp_dim=0)}
     if config.add_qkv_bias or config.add_bias_linear:
         tensors["linear_qkv.bias"] = TensorSpec((qkv,), tp_dim=0)
+    if config.softmax_type == "learnable":
+        tensors["core_attention.softmax_offset"] = TensorSpec((config.num_attention_heads,), tp_dim=0)
     if config.qk_layernorm:
         tensors |= _norm(config, "q_layernorm", head) | _norm(config, "k_layernorm", head)
     tensors["linear_proj.weight"] = TensorSpec((hidden, queries), tp_dim=1)
@@ -173,6 +175,8 @@ def _mlp(config: ModelConfig, prefix: str, ffn: int, *, expert: bool = False) ->
 
 def _experts(config: ModelConfig, moe: MoEConfig) -> dict[str, TensorSpec]:
     tensors = {"mlp.router.weight": TensorSpec((moe.num_experts, config.hidden_size))}
+    if config.add_bias_linear:
+        tensors["mlp.router.bias"] = TensorSpec((moe.num_experts,))
     if moe.moe_router_enable_expert_bias:
         tensors["mlp.router.expert_bias"] = TensorSpec((moe.num_experts,))
     for expert in range(moe.num_experts):

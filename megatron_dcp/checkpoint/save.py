@@ -84,7 +84,7 @@ def save_model(
 
 _SHAPE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "normalization", "qk_layernorm",
+    "normalization", "qk_layernorm", "softmax_type", "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
 # What Megatron names differently, or fills in by itself, or does not know.
 _NOT_COMPARED = ("num_experts", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_group_score_topk")

@@ -52,7 +52,8 @@ class Front:
         dcp_layout: ``orthogonal`` or ``within_tp``. ``None``: that of the existing groups, else ``orthogonal``.
         expert_model_parallel_size: Ranks that the experts of a mixture of experts are dealt out over; they are among
             the ranks of one replica. ``None``: that of the existing groups, else 1.
-        expert_tensor_parallel_size: Ranks that split one expert. ``None``: that of the existing groups, else tp.
+        expert_tensor_parallel_size: Ranks that split one expert. ``None``: that of the existing groups, else tp; for a
+            checkpoint whose experts have biases 1, since Megatron does not split these.
         cache: How the KV cache is cut, and its size. Without a size the pool is made for the first requests, as large
             as they need, and made anew where later ones need more; one that comes while others run and does not fit
             beside them waits until they have ended.

@@ -103,6 +103,8 @@ def load_checkpoint(
     """Model and shape of a checkpoint. Makes the groups, and takes them down again if the checkpoint does not load."""
     config = on_all_ranks(read_config, path)
     existed = parallel_state.is_initialized()
+    if not existed and config.whole_experts and sizes.get("expert_tensor_parallel_size") is None:
+        sizes = sizes | {"expert_tensor_parallel_size": 1}
     initialize_groups(sizes)
     groups = parallel_state.get_process_group_collection()
     try:

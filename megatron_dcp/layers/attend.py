@@ -14,6 +14,7 @@ from megatron_dcp.comm.exchange import Exchanged
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.output import own_share, project_output
 from megatron_dcp.layers.prefill import StripedAttention, attend_striped
+from megatron_dcp.layers.sink import count_sinks
 
 
 class DCPAttention(StripedAttention, Protocol):
@@ -37,7 +38,9 @@ def attend(attention: DCPAttention, q_TNH: Tensor, ctx: DCPContext) -> tuple[Ten
     parts: list[tuple[Tensor, Tensor | None]] = []
     if plan.attention is not None:
         q = q_TNH[:replicated]
-        merged = ctx.merge(*attention.partial(q, ctx.shard(attention.layer_number), plan.attention, ctx))
+        partial = attention.partial(q, ctx.shard(attention.layer_number), plan.attention, ctx)
+        count_sinks(attention, *partial, ctx, alone=False)
+        merged = ctx.merge(*partial)
         merged = attention.finish(own_share(merged, q.shape[1], ctx), ctx)
         parts.append(project_output(attention.linear_proj, merged, ctx))
     if plan.striped is not None:

@@ -44,7 +44,10 @@ class DCPMoELayer(MoELayer):
         """
         x_Th = _gathered(x_T1h.squeeze(1), ctx)
         dtype = _ROUTER_DTYPE.get(self.config.moe_router_dtype, x_Th.dtype)
-        weights_Tk, experts_Tk = choose(self.router, product(x_Th.to(dtype), self.router.weight.to(dtype)))
+        logits_TE = product(x_Th.to(dtype), self.router.weight.to(dtype))
+        if self.router.bias is not None:
+            logits_TE = logits_TE + self.router.bias.to(dtype)
+        weights_Tk, experts_Tk = choose(self.router, logits_TE)
         out_Th = self._own_experts(x_Th, weights_Tk, experts_Tk)
         out_Th = all_reduce_sum(out_Th, ctx.groups.tp_ep, metrics=ctx.metrics)
         out_T1h = _own(out_Th, ctx).to(x_T1h.dtype).unsqueeze(1)
@@ -108,7 +111,6 @@ def unsupported_experts(config: Any) -> Iterator[tuple[str, Any, str]]:
         "moe_router_force_load_balancing": "it replaces the router's decisions by random ones; use False",
         "moe_router_force_biased": "it replaces the router's decisions by random ones; use None",
         "moe_enable_routing_replay": "decoding neither records nor replays decisions; use False",
-        "add_bias_linear": "experts with biases are not there yet",
     }
     for field, why in simple.items():
         if getattr(config, field, None):

@@ -33,6 +33,7 @@ from megatron_dcp.comm.collectives import all_gather, all_to_all
 from megatron_dcp.comm.ring import BUFFERS, ring
 from megatron_dcp.config import PrefillName
 from megatron_dcp.layers.context import DCPContext
+from megatron_dcp.layers.sink import count_sinks
 from megatron_dcp.merge import merge_into, merge_partials
 
 SLAB_BYTES = 4 << 20  # keys and values of one layer that travel together
@@ -195,6 +196,7 @@ def attend_striped(
         return _pass_kv(attention, layer_number, q_tNH, plan.way, ctx)
     q_TNH = gather_tokens(q_tNH, plan.counts, ctx)
     out_TNV, lse_TN = attention.partial(q_TNH, ctx.shard(layer_number), plan.way.attention, ctx)
+    count_sinks(attention, out_TNV, lse_TN, ctx, alone=False)
     packed_TNV1 = torch.cat((out_TNV, lse_TN.unsqueeze(-1)), dim=-1)
     packed_PtNV1 = all_to_all(packed_TNV1, plan.counts, ctx.groups.dcp, ctx.metrics)
     return merge_partials(packed_PtNV1[..., :-1], packed_PtNV1[..., -1])[0]
@@ -216,6 +218,7 @@ def _pass_kv(attention: StripedAttention, layer_number: int, q_tNH: Tensor, way:
     pool, index = ctx.pool_of(layer_number)
     hops = ring((pool.pack(index, slab.slots) for slab in way.slabs), ctx.groups.dcp, ctx.metrics)
     out_tNV, lse_tN = attention.partial(q_tNH, ctx.shard(layer_number), way.own, ctx)  # while the first slab travels
+    count_sinks(attention, out_tNV, lse_tN, ctx, alone=True)
     for hop in hops:
         slab = way.slabs[hop.number]
         mine = slice(slab.first, slab.stop)

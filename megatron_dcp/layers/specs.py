@@ -149,8 +149,8 @@ def _unsupported(config: Any, position_embedding_type: str) -> Iterator[tuple[st
         yield "window_size", window, "use (keys before a token that it sees, 0), and no latent attention"
     if config.multi_latent_attention and config.normalization != "RMSNorm":
         yield "normalization", config.normalization, "latent attention is known with RMSNorm"
-    if getattr(config, "softmax_type", "vanilla") != "vanilla":
-        yield "softmax_type", config.softmax_type, "attention sinks are not there yet"
+    if config.multi_latent_attention and getattr(config, "softmax_type", "vanilla") != "vanilla":
+        yield "softmax_type", config.softmax_type, "latent attention is known without sinks"
     if config.context_parallel_size > 1:
         yield "context_parallel_size", config.context_parallel_size, "use decode_context_parallel_size instead"
     if (config.virtual_pipeline_model_parallel_size or 1) > 1:

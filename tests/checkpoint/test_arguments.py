@@ -73,6 +73,10 @@ def read(**changes: Any) -> ModelConfig:
         {"moe": MoEConfig(num_experts=4, moe_layer_freq=(1, 1), moe_ffn_hidden_size=20, moe_router_topk=2)},
         {"window_size": 7, "window_attn_skip_freq": (1, 0)},
         {
+            "softmax_type": "learnable", "swiglu": False, "quick_geglu": True, "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": 7.0, "add_bias_linear": True,
+        },
+        {
             "window_size": 7, "window_attn_skip_freq": (0, 1), "window_rotary_base": 500.0, "softmax_scale": 0.1,
             "swiglu": False, "geglu": True, "layernorm_zero_centered_gamma": True, "sandwich_norms": True,
             "scale_embeddings": True,

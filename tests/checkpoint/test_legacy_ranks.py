@@ -113,6 +113,7 @@ def load_and_save_on_rank(rank: int, world: int, src: Path, new: Path, sizes: di
         ("qwen2", False, sizes_of(2, 2)),
         ("llama", True, sizes_of(2, 2)),
         ("mixtral", False, sizes_of(2, 2, 2, 1)),
+        ("gpt_oss", False, sizes_of(2, 2, 2, 1)),
         ("qwen3_moe", False, sizes_of(2, 1, 2)),
         ("deepseek_v3", False, sizes_of(2, 1, 2)),
     ],

@@ -111,15 +111,17 @@ def test_every_family_fills_its_whole_model(family: Family) -> None:
             CONFIG,
             add_qkv_bias=family.qkv_bias,
             qk_layernorm=family.qk_norm,
+            add_bias_linear="self_attention.linear_proj.bias" in family.layer,
+            softmax_type="learnable" if "self_attention.core_attention.softmax_offset" in family.layer else "vanilla",
             untie_embeddings_and_output_weights=untied,
             mla=mla if family.latent_attention else None,
             moe=moe if family.experts else None,
         )
         rows = family.rows(config)
         assert [row.megatron for row in rows] == list(model_tensors(config))
-        names = [name for row in rows for name in row.hf]
-        assert len(set(names)) == len(names)
-        assert not any("*" in name for name in names)
+        slices = [(name, row.index) for row in rows for name in row.hf]
+        assert len(set(slices)) == len(slices)
+        assert not any("*" in name for name, _ in slices)
 
 
 def test_experts_keep_their_global_numbers() -> None:

@@ -81,7 +81,6 @@ REFUSED = {
     "moe_enable_routing_replay": True,
     "moe_router_load_balancing_type": "sinkhorn",
     "moe_router_score_function": "sqrtsoftplus",
-    "add_bias_linear": True,
 }
 
 

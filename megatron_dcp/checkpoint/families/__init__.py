@@ -4,6 +4,7 @@ from megatron_dcp.checkpoint.families.base import Family, Row
 from megatron_dcp.checkpoint.families.deepseek_v2 import DEEPSEEK_V2
 from megatron_dcp.checkpoint.families.deepseek_v3 import DEEPSEEK_V3
 from megatron_dcp.checkpoint.families.gemma3 import GEMMA3
+from megatron_dcp.checkpoint.families.gpt_oss import GPT_OSS
 from megatron_dcp.checkpoint.families.llama import LLAMA
 from megatron_dcp.checkpoint.families.mistral import MISTRAL
 from megatron_dcp.checkpoint.families.mixtral import MIXTRAL
@@ -17,8 +18,15 @@ __all__ = ["FAMILIES", "Family", "Row", "family_of"]
 # In the order in which they are tried for a model that comes from no family.
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, GEMMA3, DEEPSEEK_V2, DEEPSEEK_V3)
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, MIXTRAL, QWEN3_MOE, GEMMA3, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
 }
+
+# What families differ in, for messages.
+_SHAPE = (
+    "normalization", "norm_epsilon", "swiglu", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "rotary_percent",
+    "window_size", "geglu", "layernorm_zero_centered_gamma", "sandwich_norms", "scale_embeddings", "softmax_scale",
+    "softmax_type", "quick_geglu", "glu_linear_offset", "activation_func_clamp_value",
+)  # fmt: skip
 
 
 def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
@@ -31,13 +39,8 @@ def family_of(config: ModelConfig, model_type: str | None = None) -> Family:
     for family in [*candidates, *FAMILIES.values()]:
         if family.fits(config):
             return family
+    shape = ", ".join(f"{name}={getattr(config, name)}" for name in _SHAPE)
     raise ValueError(
-        f"no supported Hugging Face family ({', '.join(FAMILIES)}) has models with normalization="
-        f"{config.normalization}, norm_epsilon={config.norm_epsilon}, swiglu={config.swiglu}, add_bias_linear="
-        f"{config.add_bias_linear}, add_qkv_bias={config.add_qkv_bias}, qk_layernorm={config.qk_layernorm}, "
-        f"rotary_percent={config.rotary_percent}, window_size={config.window_size}, geglu={config.geglu}, "
-        f"layernorm_zero_centered_gamma={config.layernorm_zero_centered_gamma}, sandwich_norms="
-        f"{config.sandwich_norms}, scale_embeddings={config.scale_embeddings}, softmax_scale={config.softmax_scale}, "
-        f"{config.mla or 'no MLA'}, {config.moe or 'no experts'}; keep the "
-        "checkpoint in torch_dist or legacy format"
+        f"no supported Hugging Face family ({', '.join(FAMILIES)}) has models with {shape}, {config.mla or 'no MLA'}, "
+        f"{config.moe or 'no experts'}; keep the checkpoint in torch_dist or legacy format"
     )

@@ -1,7 +1,8 @@
 """What a Hugging Face model family is, and the rows that several families share.
 
 A family is a table: per tensor of Megatron's layer, the Hugging Face names that it is packed from and the transform
-that packs them. ``*`` in a name stands for the number of an expert.
+that packs them. ``*`` in a name stands for the number of an expert. An expert's tensor whose Hugging Face names have no
+``*`` is packed from slices of tensors that hold all experts.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_dcp.checkpoint.families.transforms import QKV, GateUp, Same, Transform, Vocabulary
+from megatron_dcp.checkpoint.families.transforms import QKV, GateUp, Same, Shape, Transform, Vocabulary
 from megatron_dcp.checkpoint.families.windows import Windows
 from megatron_dcp.checkpoint.names import model_tensors, split_layer_name
 from megatron_dcp.model_config import ModelConfig
@@ -56,23 +57,40 @@ _OUTSIDE: dict[str, tuple[str, Transform]] = {
 
 # What most families have.
 _PLAIN: dict[str, Any] = {
+    "add_bias_linear": False,
     "swiglu": True,
     "geglu": False,
     "layernorm_zero_centered_gamma": False,
     "sandwich_norms": False,
     "scale_embeddings": False,
     "softmax_scale": None,
+    "softmax_type": "vanilla",
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "window_rotary_base": None,
 }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One tensor of Megatron and the Hugging Face tensors that it is packed from."""
+    """One tensor of Megatron and the Hugging Face tensors that it is packed from.
+
+    Attributes:
+        index: Only this slice of the first dimension of ``hf``'s tensors, which hold those of all experts; ``None``:
+            the whole tensors.
+    """
 
     megatron: str
     hf: tuple[str, ...]
     transform: Transform
+    index: int | None = None
+
+    def hf_shapes(self, shape: Shape, config: ModelConfig) -> dict[str, Shape]:
+        """Whole shapes of ``hf``'s tensors, by name, for Megatron's ``shape``."""
+        experts = () if self.index is None or config.moe is None else (config.moe.num_experts,)
+        shapes = self.transform.hf_shapes(shape, config)
+        return {name: (*experts, *each) for name, each in zip(self.hf, shapes, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,16 +169,17 @@ class Family:
                 continue
             expert = _EXPERT.search(rest)
             names, transform = self.layer[_EXPERT.sub(".local_experts.*.", rest)]
+            index = None
             if expert is not None:
+                index = None if "*" in names[0] else int(expert[1])
                 names = tuple(hf.replace("*", expert[1]) for hf in names)
-            rows.append(Row(name, tuple(f"model.layers.{layer}.{hf}" for hf in names), transform))
+            rows.append(Row(name, tuple(f"model.layers.{layer}.{hf}" for hf in names), transform, index))
         return rows
 
     def fits(self, config: ModelConfig) -> bool:
         """Whether a ``config.json`` of this family can say ``config``."""
         if (
             config.normalization != "RMSNorm"
-            or config.add_bias_linear
             or config.rotary_percent != 1.0
             or (config.mla is not None) != self.latent_attention
             or (config.moe is not None) != self.experts

@@ -71,6 +71,19 @@ class QKV(Transform):
         return [q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)]
 
 
+class Transposed(Transform):
+    """One matrix, its dimensions the other way round."""
+
+    def hf_shapes(self, shape: Shape, config: ModelConfig) -> list[Shape]:
+        return [shape[::-1]]
+
+    def pack(self, tensors: list[Tensor], config: ModelConfig) -> Tensor:
+        return tensors[0].t()
+
+    def unpack(self, tensor: Tensor, config: ModelConfig) -> list[Tensor]:
+        return [tensor.t()]
+
+
 class GateUp(Transform):
     """The two first matrices of a gated MLP, one below the other."""
 
@@ -82,3 +95,18 @@ class GateUp(Transform):
 
     def unpack(self, tensor: Tensor, config: ModelConfig) -> list[Tensor]:
         return list(tensor.chunk(2))
+
+
+class AlternatingGateUp(Transform):
+    """The same two in one tensor, whose last dimension is Megatron's first, gate and up by turns; also their biases."""
+
+    def hf_shapes(self, shape: Shape, config: ModelConfig) -> list[Shape]:
+        return [shape[::-1]]
+
+    def pack(self, tensors: list[Tensor], config: ModelConfig) -> Tensor:
+        pairs = tensors[0].unflatten(-1, (-1, 2))
+        return pairs.permute(*reversed(range(pairs.dim()))).flatten(0, 1)
+
+    def unpack(self, tensor: Tensor, config: ModelConfig) -> list[Tensor]:
+        halves = tensor.unflatten(0, (2, -1))
+        return [halves.permute(*reversed(range(halves.dim()))).flatten(-2)]
