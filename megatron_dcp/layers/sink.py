@@ -33,5 +33,5 @@ def count_sinks(attention: Any, out_TNV: Tensor, lse_TN: Tensor, ctx: DCPContext
     own = attention.config.num_attention_heads // ctx.groups.tp.size()
     first = ctx.groups.dcp.rank() * own if within else 0
     heads = slice(first, first + own)
-    sink_n = lse_TN.new_zeros(own) if kind == "off-by-one" else attention.core_attention.softmax_offset
+    sink_n = lse_TN.new_zeros(own) if kind == "off-by-one" else attention.core_attention.softmax_offset.flatten()
     add_sink(out_TNV[:, heads], lse_TN[:, heads], sink_n)
