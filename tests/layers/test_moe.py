@@ -131,7 +131,7 @@ def striped_case(rank, world, tp, dcp, ep, expert_tp):
     counts = [3 + 2 * number for number in range(dcp)]
     before = 2 + sum(counts[: groups.dcp.rank()])
     own = [0, 1, *range(before, before + counts[groups.dcp.rank()])]
-    plan = SimpleNamespace(replicated=2, striped=SimpleNamespace(counts=counts))
+    plan = SimpleNamespace(replicated=2, striped_counts=counts)
     ctx = SimpleNamespace(groups=groups, metrics=None, plan=plan, experts_over_dcp=experts_over_dcp(groups))
     errors = {}
     for kind in MOE_KINDS:
