@@ -316,8 +316,7 @@ def build_model(
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias = module.expert_bias.float()  # decides between close scores; Megatron keeps it in fp32
         if config.whole_experts and getattr(module, "is_expert", False):
-            # Without a sum over the one rank that has it. Megatron adds the expert's bias to it in place, which autograd
-            # forbids.
+            # No sum over the one rank that has it: Megatron adds the bias to it in place, which autograd forbids.
             module.explicit_expert_comm = True
     return model
 
