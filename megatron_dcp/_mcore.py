@@ -315,6 +315,9 @@ def build_model(
     for module in model.modules():
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias = module.expert_bias.float()  # decides between close scores; Megatron keeps it in fp32
+        if config.whole_experts and getattr(module, "is_expert", False):
+            # No sum over the one rank that has it: Megatron adds the bias to it in place, which autograd forbids.
+            module.explicit_expert_comm = True
     return model
 
 

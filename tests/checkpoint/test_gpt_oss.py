@@ -10,9 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from loaded import TOKENS
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from safetensors.torch import load_file, save_file
 
 from megatron_dcp import parallel_state
+from megatron_dcp._cpu import megatron_on_cpu
 from megatron_dcp.checkpoint import convert, load_model, open_source, read_config, save_model
 from megatron_dcp.checkpoint.families import family_of
 from megatron_dcp.checkpoint.hf_config import config_from_hf, config_to_hf
@@ -169,3 +173,41 @@ def test_a_model_saves_what_it_has_loaded(tp: int, pp: int, ep: int, tmp_path: P
     back, expected = hf_tensors(convert(tmp_path / "dist", tmp_path / "hf", to="hf")), hf_tensors(original)
     assert back.keys() == expected.keys()
     assert all(torch.equal(back[name], expected[name]) for name in expected)
+
+
+def train_on_rank(rank: int, world: int, src: Path) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss of a text, and its gradients, by the training forward of Megatron's layers."""
+    parallel_state.initialize_model_parallel()
+    model, _ = load_model(src, parallel_state.get_process_group_collection())
+    inputs, labels = torch.tensor([TOKENS[:-1]]), torch.tensor([TOKENS[1:]])
+    length = inputs.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    with megatron_on_cpu():
+        initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+        loss = model.train()(inputs, torch.arange(length)[None], mask, labels=labels).mean()
+        loss.backward()
+    return float(loss), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.mcore_line
+def test_a_training_step_has_the_gradients_of_transformers() -> None:
+    original = tiny_model("gpt_oss", seed=3, vocab_size=128)  # none that only pads, and counts in the loss
+    ((loss, ours),) = run_on_ranks(1, train_on_rank, original)
+    theirs = hf_model(original)
+    want = F.cross_entropy(theirs(torch.tensor([TOKENS[:-1]])).logits[0], torch.tensor(TOKENS[1:]))
+    want.backward()
+    assert abs(loss - float(want.detach())) < 1e-5
+    for layer in (0, 1):
+        block, prefix = theirs.model.layers[layer], f"decoder.layers.{layer}."
+        experts = block.mlp.experts
+        for name, expected in {
+            "self_attention.core_attention.softmax_offset": block.self_attn.sinks.grad,
+            "self_attention.linear_proj.bias": block.self_attn.o_proj.bias.grad,
+            "mlp.router.bias": block.mlp.router.bias.grad,
+            "mlp.experts.local_experts.3.linear_fc1.bias": experts.gate_up_proj_bias.grad[3].view(-1, 2).T.flatten(),
+            "mlp.experts.local_experts.3.linear_fc2.weight": experts.down_proj.grad[3].T,
+        }.items():
+            assert expected.abs().max() > 0
+            torch.testing.assert_close(
+                ours[prefix + name], expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())
+            )
