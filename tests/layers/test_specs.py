@@ -110,7 +110,7 @@ def refusal_case(rank, world, field, value):
 @pytest.mark.parametrize(
     "field,value",
     [
-        ("window_size", (128, 0)),
+        ("window_size", (128, 128)),
         ("sequence_parallel", True),
         ("context_parallel_size", 2),
         ("virtual_pipeline_model_parallel_size", 2),
