@@ -20,6 +20,7 @@ from megatron_dcp.checkpoint.dist_write import write_dist
 from megatron_dcp.checkpoint.files import (
     TRACKER,
     WRITABLE_FORMATS,
+    Format,
     Location,
     WritableFormat,
     copy_companions,
@@ -39,6 +40,14 @@ from megatron_dcp.config import check_choice
 FIRST_ITERATION = 1
 
 
+_SOURCES: dict[Format, Callable[[Location], Source]] = {
+    "torch_dist": DistSource,
+    "fsdp_dtensor": FsdpSource,
+    "legacy": LegacySource,
+    "hf": HFSource,
+}
+
+
 def open_source(path: str | Path | Location) -> Source:
     """Open the checkpoint at ``path``, of any format, for reading.
 
@@ -46,15 +55,9 @@ def open_source(path: str | Path | Location) -> Source:
         ValueError: See `locate` and the classes of the formats.
     """
     location = path if isinstance(path, Location) else locate(path)
-    match location.format:
-        case "torch_dist":
-            return DistSource(location)
-        case "fsdp_dtensor":
-            return FsdpSource(location)
-        case "legacy":
-            return LegacySource(location)
-        case "hf":
-            return HFSource(location)
+    source = _SOURCES[location.format](location)
+    source.check_dtypes()
+    return source
 
 
 def convert(

@@ -20,6 +20,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # Models whose text part is one of the families: how the names of its tensors start, and those of the other parts.
 _PARTS = {"gemma3": ("language_model.", ("vision_tower.", "multi_modal_projector."))}
+_HEAD = "lm_head.weight"
+_ROWS = 4096  # compared at once
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 
 
@@ -53,6 +55,7 @@ class HFSource(Source):
             if not name.startswith(ignored) and not name.endswith("rotary_emb.inv_freq")
         }
         check_tensors(found, expected, str(location.data))
+        self._check_tied()
         self._dtypes = {name: self._dtype(name) for name in found}
         self._files.close()
 
@@ -62,6 +65,20 @@ class HFSource(Source):
     def _slice(self, hf_name: str) -> Any:
         stored = self._stored_name[hf_name]
         return self._files.get(self._path_of[stored]).get_slice(stored)
+
+    def _check_tied(self) -> None:
+        """Raise ``ValueError`` where a head that is said to be the embedding is stored too, and is another one."""
+        if self.config.untie_embeddings_and_output_weights or _HEAD not in self._stored_name:
+            return
+        (embedding,) = self._rows["embedding.word_embeddings.weight"].hf
+        head, table = self._slice(_HEAD), self._slice(embedding)
+        same = head.get_shape() == table.get_shape() and head.get_dtype() == table.get_dtype()
+        rows = range(0, head.get_shape()[0], _ROWS)
+        if not same or not all(torch.equal(head[i : i + _ROWS], table[i : i + _ROWS]) for i in rows):
+            raise ValueError(
+                f"{self.location.data} says tie_word_embeddings=true, but holds {_HEAD} that is not {embedding}: set "
+                f"tie_word_embeddings to false in its {HF_CONFIG}, or remove the tensor"
+            )
 
     def _tensor(self, hf_name: str, index: int | None) -> Tensor:
         """The whole tensor, or a slice of its first dimension."""
@@ -106,7 +123,7 @@ def _text_names(values: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
 def _ignored(config: ModelConfig, hf_config: dict[str, Any]) -> tuple[str, ...]:
     """How names start that are no part of the model: a tied head, and layers that only predict further tokens."""
     further = range(config.num_layers, config.num_layers + (hf_config.get("num_nextn_predict_layers") or 0))
-    tied = () if config.untie_embeddings_and_output_weights else ("lm_head.weight",)
+    tied = () if config.untie_embeddings_and_output_weights else (_HEAD,)
     return (*tied, *(f"model.layers.{layer}." for layer in further))
 
 

@@ -11,6 +11,7 @@ import torch
 from megatron_dcp.checkpoint.families import FAMILIES, Family, family_of
 from megatron_dcp.checkpoint.families.base import common_keys
 from megatron_dcp.checkpoint.families.windows import KINDS, LayerTypes
+from megatron_dcp.checkpoint.hf_values import check_values
 from megatron_dcp.checkpoint.names import padded_vocab_size
 from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.rope import inverse_frequencies, softmax_scale
@@ -72,6 +73,7 @@ def config_from_hf(
     missing += [name for name in (*_REQUIRED, *family.required) if name not in values]
     if missing:
         raise ValueError(f"{where} lacks {', '.join(missing)}, without which the model's shape is not known")
+    check_values(values, where)
     _check_supported(values, family, where)
     theta, scaling = _rope(values, family, where)
     eos = (generation or {}).get("eos_token_id", values.get("eos_token_id"))
@@ -175,7 +177,9 @@ def _rope(values: dict[str, Any], family: Family, where: str) -> tuple[float, di
         parameters = parameters.get(KINDS[0], {})
     if any(isinstance(value, dict) for value in parameters.values()):
         raise ValueError(f"rope_parameters in {where} differ from layer to layer, which is not supported")
-    theta = float(parameters.pop("rope_theta", values.get("rope_theta", 10000.0)))
+    theta = parameters.pop("rope_theta", values.get("rope_theta", 10000.0))
+    check_values({"rope_theta": theta}, where)
+    theta = float(theta)
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor in {where} is not supported")
     kind = parameters.get("rope_type") or parameters.get("type") or "default"

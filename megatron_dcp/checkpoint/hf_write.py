@@ -48,8 +48,6 @@ def write_hf(
     config = source.config
     rows = family_of(config, (source.hf_config or {}).get("model_type")).rows(config)
     hf_config = config_to_hf(config, source.dtype(rows[0].megatron), source.hf_config)
-    (directory / HF_CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n")
-
     shards = _plan_shards(source, rows, max_shard_bytes)
     places: dict[str, tuple[Path, int]] = {}
     for number, tensors in enumerate(shards, start=1):
@@ -68,6 +66,8 @@ def write_hf(
         weight_map = {name: file.name for name, (file, _) in places.items()}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    # Last: files that are laid out and not filled yet are no model without it.
+    (directory / HF_CONFIG).write_text(json.dumps(hf_config, indent=2) + "\n")
 
 
 def _nbytes(tensor: _Tensor) -> int:

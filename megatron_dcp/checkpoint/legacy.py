@@ -184,6 +184,8 @@ def _models(state: dict[str, Any], file: Path) -> dict[str, dict[str, Tensor]]:
 
 def _tensors(model: dict[str, Any], file: Path) -> Iterator[tuple[str, Tensor]]:
     for name, value in model.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{file} cannot be read: {name!r} among its tensors is no name")
         if name.endswith(("mlp.experts.weight1", "mlp.experts.weight2")):
             raise ValueError(
                 f"{file} holds {name}: all experts in one tensor (--moe-use-legacy-grouped-gemm), which is not "

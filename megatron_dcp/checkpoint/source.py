@@ -21,6 +21,7 @@ from megatron_dcp.model_config import ModelConfig
 # What Megatron-LM writes today; it says how rows of query, key and value are ordered.
 CHECKPOINT_VERSION = 3.0
 _SHOWN = 3
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class Source(ABC):
@@ -61,6 +62,15 @@ class Source(ABC):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every one, in the order of the forward pass, read one at a time."""
         return ((name, self.read(name)) for name in self.specs)
+
+    def check_dtypes(self) -> None:
+        """Raise ``ValueError`` naming a tensor that is not stored in floating point."""
+        for name in self.specs:
+            if (dtype := self.dtype(name)) not in FLOATS:
+                raise ValueError(
+                    f"{name} in {self.location.data} is stored as {dtype}; supported are "
+                    f"{', '.join(map(str, FLOATS))}: cast it first"
+                )
 
     def repad(self, padded: int) -> None:
         """Pad the vocabulary to ``padded`` rows from now on."""

@@ -97,9 +97,8 @@ def _ignore_signals() -> None:
 
 def _wait_for_other_ranks() -> None:
     """Give the other ranks a moment to report the same error: torchrun kills them as soon as one has ended."""
-    from torch import distributed
-
-    if not distributed.is_initialized() or distributed.get_world_size() == 1:
+    distributed: Any = sys.modules.get("torch.distributed")  # importing it could fail: perhaps that was interrupted
+    if not getattr(distributed, "is_initialized", bool)() or distributed.get_world_size() == 1:
         return
     # A thread, left behind if need be: a store whose host is frozen does not answer, and its calls know no time limit.
     waiting = threading.Thread(target=_count_failed_ranks, daemon=True)

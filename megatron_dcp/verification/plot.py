@@ -18,6 +18,14 @@ def check_plot(path: str) -> None:
         raise ValueError("a plot needs matplotlib: pip install 'megatron-dcp[plot]'")
     if not os.path.isdir(os.path.dirname(path) or "."):
         raise ValueError(f"{os.path.dirname(path)!r} is no directory; make it first")
+    new = not os.path.exists(path)
+    try:
+        with open(path, "ab"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{path!r} cannot be written: {error.strerror}; use another name") from error
+    if new:
+        os.remove(path)
 
 
 def plot(report: VerifyReport, path: str) -> None:

@@ -182,10 +182,12 @@ def _details(each: Comparison) -> list[str]:
 def _advice(first: Comparison) -> str:
     """What to do about the first comparison that failed; those after it mostly fail with it."""
     if first.name == "hf":
-        where = layer_name(first.first_layer) if first.first_layer is not None else "the final norm or output layer"
+        where = ", though no layer stands out (the final norm or output layer, or more adds up than rounding explains)"
+        if first.first_layer is not None:
+            where = f" from {layer_name(first.first_layer)} on"
         return (
-            f"The checkpoint is not its Hugging Face twin from {where} on: convert it again, and compare the two "
-            "configurations (RoPE base and scaling, heads, norm epsilon)."
+            f"The checkpoint is not its Hugging Face twin{where}: convert it again, and compare the two configurations "
+            "(family, RoPE base and scaling, heads, norm epsilon)."
         )
     if first.first_layer is None:
         return (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dcp.checkpoint import convert, detect_format, dist_write, hf_write, legacy_write
+from megatron_dcp.checkpoint import convert, detect_format, dist_write, hf_write, legacy_write, open_source
 from megatron_dcp.checkpoint.destination import QuietFile, new_directory, write_at
 from models import tiny_model
 
@@ -74,12 +74,17 @@ sys.exit(main(["convert", *sys.argv[1:]]))
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code", "to"),
+    [
+        (signal.SIGINT, 130, "legacy"),
+        (signal.SIGTERM, 1, "torch_dist"),
+        *((signal.SIGKILL, -signal.SIGKILL, to) for to in ("legacy", "torch_dist", "hf")),
+    ],
 )
 def test_a_command_that_is_stopped_leaves_nothing_that_looks_whole(
-    number: signal.Signals, code: int, tmp_path: Path
+    number: signal.Signals, code: int, to: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", SLOW, str(tiny_model("llama")), str(tmp_path / "new"), "--to", "legacy"]
+    command = [sys.executable, "-c", SLOW, str(tiny_model("llama")), str(tmp_path / "new"), "--to", to]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -91,8 +96,10 @@ def test_a_command_that_is_stopped_leaves_nothing_that_looks_whole(
     assert process.returncode == code
     assert not (tmp_path / "new").exists()
     if number == signal.SIGKILL:
-        assert len(partials(tmp_path)) == 1
-        convert(tiny_model("llama"), tmp_path / "new", to="legacy")
+        (left,) = partials(tmp_path)
+        with pytest.raises(ValueError):
+            open_source(tmp_path / left)
+        convert(tiny_model("llama"), tmp_path / "new", to=to)
     else:
         assert len(errors.splitlines()) == 1 and ("interrupted" in errors or "SIGTERM" in errors)
     assert partials(tmp_path) == []

@@ -95,7 +95,16 @@ def test_end_tokens_of_the_generation_config_come_first() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"num_key_value_heads": 3}, "config.json describes no model.*num_query_groups=3 does not divide"),
-        ({"hidden_size": "32"}, "config.json describes no model"),
+        ({"hidden_size": "32"}, "config.json describes no model.*hidden_size='32' must be a whole number"),
+        ({"rms_norm_eps": "a"}, "rms_norm_eps='a' must be a number above 0"),
+        ({"rms_norm_eps": True}, "rms_norm_eps=True must be a number above 0"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps=-1 must be a number above 0"),
+        ({"rope_theta": "big"}, "config.json describes no model.*rope_theta='big' must be a number above 0"),
+        ({"rope_parameters": "x"}, "rope_parameters='x' must be an object"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta=-1 must be a number above 0"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes' must be true or false"),
+        ({"eos_token_id": "x"}, "eos_token_id='x' must be a token id or a list"),
+        ({"layer_types": ["full_attention"]}, "layer_types=.* must be a list with an entry for each of num_hidden_la"),
         ({"num_hidden_layers": 0}, "num_layers=0"),
     ],
 )
@@ -141,6 +150,16 @@ def test_missing_tensor(directory: Path) -> None:
     assert read_config(directory).num_layers == 2  # says nothing about tensors
 
 
+def test_a_head_beside_the_one_that_is_tied(tmp_path: Path) -> None:
+    directory = shutil.copytree(tiny_model("llama", tied=True), tmp_path / "model")
+    table = load_file(directory / "model.safetensors")["model.embed_tokens.weight"]
+    edit(directory, lm_head__weight=table.clone())
+    assert "output_layer.weight" not in open_source(directory).specs
+    edit(directory, lm_head__weight=table + 1)
+    with pytest.raises(ValueError, match=r"lm_head\.weight that is not model\.embed_.*tie_word_embeddings to false"):
+        open_source(directory)
+
+
 def test_extra_tensor(directory: Path) -> None:
     edit(directory, model__layers__0__self_attn__o_proj__bias=torch.zeros(32))
     with pytest.raises(ValueError, match=r"holds model\.layers\.0\.self_attn\.o_proj\.bias.*no place for"):
@@ -165,13 +184,9 @@ def test_quantised_tensor(directory: Path) -> None:
         open_source(directory)
 
 
-def test_old_inverse_frequencies_and_a_tied_head_are_no_extra_tensors(tmp_path: Path) -> None:
+def test_old_inverse_frequencies_are_no_extra_tensors(tmp_path: Path) -> None:
     directory = shutil.copytree(tiny_model("llama", tied=True), tmp_path / "model")
-    edit(
-        directory,
-        model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4),
-        lm_head__weight=torch.zeros(100, 32),
-    )
+    edit(directory, model__layers__0__self_attn__rotary_emb__inv_freq=torch.zeros(4))
     assert "output_layer.weight" not in open_source(directory).specs
 
 

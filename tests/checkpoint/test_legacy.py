@@ -67,6 +67,11 @@ def edit_legacy(root: Path, edit: Any) -> None:
         (lambda s: s["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"), r"lacks decoder\.layers\.1\.mlp"),
         (lambda s: s["model"].update({"decoder.layers.0.mlp.router.weight": torch.ones(2)}), "holds .*router"),
         (lambda s: s["model"].update({"decoder.final_layernorm.weight": torch.ones(3)}), r"\(3,\).*\(32,\)"),
+        (lambda s: s["model"].update({7: torch.ones(2)}), "cannot be read: 7 among its tensors is no name"),
+        (
+            lambda s: s["model"].update({"decoder.final_layernorm.weight": torch.ones(32, dtype=torch.int8)}),
+            r"decoder\.final_layernorm\.weight in .* is stored as torch\.int8; supported are .*: cast it first",
+        ),
         (lambda s: s.pop("args"), "has no 'args'"),
         (lambda s: s.update(checkpoint_version=1.0), "checkpoint_version=1.0.*load and save it once"),
         (lambda s: s.update(checkpoint_version=4.0), "checkpoint_version=4.0, which is newer than 3.0.*update"),

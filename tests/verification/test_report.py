@@ -87,7 +87,7 @@ def test_what_is_too_large_or_no_number_fails(diffs):
     "name,first_layer,advice",
     [
         ("hf", 3, "is not its Hugging Face twin from decoder.layers.3 on: convert it again"),
-        ("hf", None, "from the final norm or output layer on"),
+        ("hf", None, "is not its Hugging Face twin, though no layer stands out"),
         ("decode", 1, "Prefill agrees, decode does not"),
         ("decode", None, "No layer stands out"),
         ("generate", None, "No layer stands out"),
