@@ -59,7 +59,8 @@ def test_two_at_a_time_do_not_touch_each_other(tmp_path: Path) -> None:
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job would ignore it
 from megatron_dcp.checkpoint.hf import HFSource
 from megatron_dcp.cli import main
 read = HFSource._read
