@@ -48,6 +48,8 @@ def add_command(commands: Any) -> None:
 class NoModel:
     """Returns logits that are made ahead."""
 
+    window = None
+
     def __init__(self, logits_RV: torch.Tensor, num_blocks: int) -> None:
         self.logits_RV, self.num_blocks = logits_RV, num_blocks
 
