@@ -88,11 +88,11 @@ class KVLayout:
 
         They are the first ones of the local shard: the query sees local keys ``[hidden, visible)``.
         """
-        return self.local_length(_window_start(position, window), rank)
+        return self.local_length(window_start(position, window), rank)
 
     def first_block(self, position: int, window: int) -> int:
         """Entry of the block table with the first key that a query at this position sees through a sliding window."""
-        return _window_start(position, window) // self.logical_block_tokens
+        return window_start(position, window) // self.logical_block_tokens
 
     def window_blocks(self, window: int, num_queries: int) -> int:
         """Most entries of the block table that ``num_queries`` consecutive queries see through a sliding window."""
@@ -120,6 +120,7 @@ class KVLayout:
         assert 0 <= rank < self.dcp_size, f"dcp rank {rank} of {self.dcp_size}"
 
 
-def _window_start(position: IntOrTensor, window: int) -> IntOrTensor:
+def window_start(position: IntOrTensor, window: int) -> IntOrTensor:
+    """First position that a query at this one sees through a sliding window of so many keys."""
     start = position + 1 - window
     return start * (start > 0)

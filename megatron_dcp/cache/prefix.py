@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_dcp.cache.blocks import RELEASED, BlockPool
+from megatron_dcp.cache.layout import window_start
 
 ReadTokens = Callable[[int, int], Sequence[int]]
 """``read(start, stop)``: the tokens of a sequence at these global positions."""
@@ -69,7 +70,7 @@ class WindowPool:
 
     def first_block(self, num_computed: int) -> int:
         """Entry of the table from which on the token after the first ``num_computed`` sees keys."""
-        return max(0, num_computed + 1 - self._tokens) // self._block_tokens
+        return window_start(num_computed, self._tokens) // self._block_tokens
 
     def start(self, seq: Hashable, nodes: Sequence[_Node]) -> None:
         """Make a new sequence that begins with the blocks of these nodes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from typing import NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
 from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig, PrefillName
@@ -187,9 +187,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return config
 
 
-def check_world(args: argparse.Namespace, world: int) -> None:
-    """Raise ``ValueError`` unless as many processes run as the sizes take, or several times as many: replicas."""
-    parallel = ParallelConfig(
+def parallel_sizes(args: argparse.Namespace) -> dict[str, Any]:
+    """Fields of a `ParallelConfig`, which `LLM` takes too, from the options of `add_parallel_arguments`."""
+    return dict(
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
         decode_context_parallel_size=args.dcp,
@@ -197,6 +197,11 @@ def check_world(args: argparse.Namespace, world: int) -> None:
         expert_model_parallel_size=args.ep,
         expert_tensor_parallel_size=args.expert_tp,
     )
+
+
+def check_world(args: argparse.Namespace, world: int) -> None:
+    """Raise ``ValueError`` unless as many processes run as the sizes take, or several times as many: replicas."""
+    parallel = ParallelConfig(**parallel_sizes(args))
     if world % parallel.ranks:
         sizes = f"--tp {args.tp}" + (
             f" x --dcp {args.dcp}" if args.dcp_layout == "orthogonal" else " (--dcp within it)"

@@ -162,12 +162,7 @@ def run(args: argparse.Namespace) -> None:
             stack.enter_context(output)
         llm = LLM(
             args.checkpoint,
-            tensor_model_parallel_size=args.tp,
-            pipeline_model_parallel_size=args.pp,
-            decode_context_parallel_size=args.dcp,
-            dcp_layout=args.dcp_layout,
-            expert_model_parallel_size=args.ep,
-            expert_tensor_parallel_size=args.expert_tp,
+            **arguments.parallel_sizes(args),
             cache=cache,
             engine=engine,
             dtype=args.dtype,
