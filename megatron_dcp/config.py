@@ -13,6 +13,7 @@ DcpLayout = Literal["orthogonal", "within_tp"]
 ExchangeName = Literal["fold", "all_reduce", "ag_rs", "a2a"]
 PrefillName = Literal["auto", "pass_kv", "pass_q", "replicated"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
 DEFAULT_EXCHANGE: dict[str, ExchangeName] = {"orthogonal": "fold", "within_tp": "a2a"}
 
@@ -156,14 +157,18 @@ class CacheConfig:
         num_blocks: Physical blocks of the pool on every rank (or give ``bytes_per_rank``).
         bytes_per_rank: Upper bound of the pool's bytes on every rank. Neither given: as much as the largest
             batch of the engine needs.
+        kv_cache_dtype: What keys and values are stored in; ``auto``: the model's dtype. ``fp8_e4m3`` and ``int8`` come
+            with a scale per token and head (`megatron_dcp.shard`): half the bytes of half precision, and not exact.
     """
 
     block_size: int = 64
     kv_interleave_size: int = 1
     num_blocks: int | None = None
     bytes_per_rank: int | None = None
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         check_interleave("kv_interleave_size", self.kv_interleave_size, self.block_size)
         if self.num_blocks is not None and self.bytes_per_rank is not None:
             raise ValueError("num_blocks and bytes_per_rank both size the KV pool; give one of them")

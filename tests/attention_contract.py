@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dcp.attention import AttentionBackend, AttentionBatch
+from megatron_dcp.attention import AttentionBackend, AttentionBatch, AttentionSpec
 from megatron_dcp.merge import merge_partials
+from megatron_dcp.shard import Shard, dequantise, is_quantised, quantise
 from reference import full_attention, shard_attention, shard_positions
 
 ABSENT_BLOCK = 2**40
@@ -39,6 +40,19 @@ class Case:
     scattered: bool = True  # blocks lie anywhere in the pool, rather than one after the other
     score_size: float = 1.0
     window: int | None = None
+
+    def spec(self, device: str = "cpu") -> AttentionSpec:
+        return AttentionSpec(
+            heads=self.kv_heads * self.group,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            v_dim=self.v_dim or self.head_dim,
+            v_in_k=self.v_in_k,
+            dtype=self.dtype,
+            device=torch.device(device),
+            block_size=self.block_size,
+            windows=self.window is not None,
+        )
 
     def __str__(self) -> str:
         default = Case(sequences=())
@@ -93,10 +107,23 @@ CASES += [
     *(replace(LATENT, dtype=t, scattered=s) for t in (torch.bfloat16, torch.float16) for s in (True, False)),
 ]
 
+# 8 bits with scales.
+CASES += [
+    replace(case, dtype=dtype)
+    for dtype in (torch.float8_e4m3fn, torch.int8)
+    for case in (
+        Case(sequences=MIXED, dcp_size=3, head_dim=64),
+        Case(sequences=MIXED, dcp_size=2, order="slots_first", scattered=False, head_dim=32, v_dim=16),
+        Case(sequences=((1, 700), (1, 650), (4, 300)), scattered=False),
+        Case(sequences=((30, 90), (1, 300)), dcp_size=2, window=20, interleave=4),
+        replace(LATENT, sequences=((1, 200), (20, 90)), group=16, head_dim=576, v_dim=512),
+    )
+]
+
 
 @dataclass(frozen=True)
 class Sequence:
-    """One sequence's queries, keys and values over all ranks, values as the pool stores them."""
+    """One sequence's queries, keys and values over all ranks, as a pool gives them back that stores them."""
 
     q_TNH: Tensor
     k_SKH: Tensor
@@ -110,20 +137,24 @@ class Sequence:
 def make_sequences(case: Case, seed: int = 0) -> list[Sequence]:
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype)
+    def normal(*shape: int, stored: bool = True) -> Tensor:
+        drawn = torch.randn(shape, generator=generator)
+        if not is_quantised(case.dtype):
+            return drawn.to(case.dtype)
+        return dequantise(*quantise(drawn, case.dtype)) if stored else drawn
 
     heads, v_dim = case.kv_heads * case.group, case.v_dim or case.head_dim
     sequences = []
     for q_len, length in case.sequences:
-        q_TNH, k_SKH = normal(q_len, heads, case.head_dim), normal(length, case.kv_heads, case.head_dim)
+        q_TNH = normal(q_len, heads, case.head_dim, stored=False)
+        k_SKH = normal(length, case.kv_heads, case.head_dim)
         v_SKV = k_SKH[..., :v_dim] if case.v_in_k else normal(length, case.kv_heads, v_dim)
         sequences.append(Sequence(q_TNH, k_SKH, v_SKV))
     return sequences
 
 
-def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[AttentionBatch, Tensor, Tensor]:
-    """``(batch, k_SKH, v_SKV)`` of one rank."""
+def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[AttentionBatch, Shard]:
+    """What one rank attends with: every slot that no key is in holds NaN."""
     shards = [shard_positions(len(s.k_SKH), rank, case.dcp_size, case.interleave) for s in sequences]
     needed = [-(-len(shard) // case.block_size) for shard in shards]
     free = list(range(sum(needed) + 3))
@@ -131,14 +162,15 @@ def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[Attent
         random.Random(rank).shuffle(free)
     tables = [[free.pop(0) for _ in range(n)] for n in needed]
     slots = (sum(needed) + 3) * case.block_size
-    k_SKH = poisoned(slots, case.kv_heads, case.head_dim, case)
+    k_SKH, k_scale = poisoned(slots, case.kv_heads, case.head_dim, case)
     v_dim = case.v_dim or case.head_dim
-    v_SKV = k_SKH[..., :v_dim] if case.v_in_k else poisoned(slots, case.kv_heads, v_dim, case)
+    v_SKV, v_scale = (k_SKH[..., :v_dim], k_scale) if case.v_in_k else poisoned(slots, case.kv_heads, v_dim, case)
     visible, hidden = [], []
     for sequence, shard, table in zip(sequences, shards, tables, strict=True):
         own = [table[i // case.block_size] * case.block_size + i % case.block_size for i in range(len(shard))]
-        k_SKH[own] = sequence.k_SKH[shard]
-        v_SKV[own] = sequence.v_SKV[shard]
+        store(k_SKH, k_scale, own, sequence.k_SKH[shard])
+        if not case.v_in_k:
+            store(v_SKV, v_scale, own, sequence.v_SKV[shard])
         visible += [sum(p <= q for p in shard) for q in sequence.positions]
         if case.window is not None:
             hidden += [sum(p <= q - case.window for p in shard) for q in sequence.positions]
@@ -151,13 +183,31 @@ def make_shard(case: Case, sequences: list[Sequence], rank: int) -> tuple[Attent
         block_size=case.block_size,
         hidden=tuple(hidden),
     )
-    return batch, k_SKH, v_SKV
+    return batch, Shard(k_SKH, v_SKV, k_scale, v_scale)
 
 
-def poisoned(slots: int, kv_heads: int, dim: int, case: Case) -> Tensor:
+def poisoned(slots: int, kv_heads: int, dim: int, case: Case) -> tuple[Tensor, Tensor | None]:
+    """Keys or values, and the scales of a quantised pool."""
+    heads_first = torch.full((kv_heads, slots, dim), torch.nan).to(case.dtype).transpose(0, 1)
+    scale = torch.full((kv_heads, slots), torch.nan).t() if is_quantised(case.dtype) else None
     if case.order == "slots_first":
-        return torch.full((slots, kv_heads, dim), torch.nan, dtype=case.dtype)
-    return torch.full((kv_heads, slots, dim), torch.nan, dtype=case.dtype).transpose(0, 1)
+        return heads_first.contiguous(), None if scale is None else scale.contiguous()
+    return heads_first, scale
+
+
+def store(pool: Tensor, scale: Tensor | None, slots: list[int], x: Tensor) -> None:
+    if scale is None:
+        pool[slots] = x
+    else:  # quantising what was quantised gives the same again
+        stored, scale[slots] = quantise(x, pool.dtype)
+        pool.view(torch.uint8)[slots] = stored.view(torch.uint8)
+
+
+def on_device(shard: Shard, device: str, *, v_in_k: bool) -> Shard:
+    """The shard there; values that are part of the keys stay that."""
+    k, v, k_scale, v_scale = (None if x is None else x.to(device) for x in shard)
+    assert k is not None and v is not None
+    return Shard(k, k[..., : v.shape[-1]] if v_in_k else v, k_scale, k_scale if v_in_k else v_scale)
 
 
 def check(
@@ -175,22 +225,12 @@ def check(
     out_tolerance = atol + case.score_size * rtol
     outs, lses = [], []
     for rank in range(case.dcp_size):
-        batch, k_SKH, v_SKV = make_shard(case, sequences, rank)
-        k_SKH = k_SKH.to(device)
-        v_SKV = k_SKH[..., : v_SKV.shape[-1]] if case.v_in_k else v_SKV.to(device)
-        plan = backend.plan(
-            batch,
-            heads=case.kv_heads * case.group,
-            kv_heads=case.kv_heads,
-            head_dim=case.head_dim,
-            v_dim=case.v_dim,
-            v_in_k=case.v_in_k,
-            dtype=case.dtype,
-            device=torch.device(device),
-        )
+        batch, shard = make_shard(case, sequences, rank)
+        shard = on_device(shard, device, v_in_k=case.v_in_k)
+        plan = backend.plan(batch, case.spec(device))
         q_TNH = torch.cat([s.q_TNH for s in sequences]).to(device)
-        out, lse = (x.cpu() for x in backend.attend(q_TNH, k_SKH, v_SKV, plan, scale=scale))
-        again = backend.attend(q_TNH, k_SKH, v_SKV, plan, scale=scale)
+        out, lse = (x.cpu() for x in backend.attend(q_TNH, shard, plan, scale=scale))
+        again = backend.attend(q_TNH, shard, plan, scale=scale)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(again, (out, lse), strict=True)), "a plan serves all layers"
         assert out.dtype == lse.dtype == torch.float32
         expected = [

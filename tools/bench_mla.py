@@ -27,8 +27,9 @@ import torch
 from bench_world import available_cpus
 from torch import Tensor
 
-from megatron_dcp.attention import AttentionBatch
+from megatron_dcp.attention import AttentionBatch, AttentionSpec
 from megatron_dcp.attention.sdpa import SDPABackend, plain
+from megatron_dcp.shard import Shard
 
 TURN_S = 0.2  # what a contender's turn in a round aims at
 
@@ -89,17 +90,20 @@ def _measure(
             block_tables=tuple(tuple(range(b * blocks, (b + 1) * blocks)) for b in range(batch)),
             block_size=arguments.block_size,
         ),
-        heads=arguments.heads,
-        kv_heads=1,
-        head_dim=width,
-        v_dim=arguments.rank,
-        v_in_k=True,
-        dtype=dtype,
-        device=k_SKH.device,
+        AttentionSpec(
+            heads=arguments.heads,
+            kv_heads=1,
+            head_dim=width,
+            v_dim=arguments.rank,
+            v_in_k=True,
+            dtype=dtype,
+            device=k_SKH.device,
+            block_size=arguments.block_size,
+        ),
     )
 
     def ours() -> tuple[Tensor, Tensor]:
-        return backend.attend(q_TNH, k_SKH, v_SKV, plan, scale=scale)
+        return backend.attend(q_TNH, Shard(k_SKH, v_SKV), plan, scale=scale)
 
     def whole() -> list[tuple[Tensor, Tensor]]:
         k_BCH = k_SKH.view(batch, -1, width)[:, :context].float()

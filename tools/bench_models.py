@@ -218,17 +218,10 @@ class Ours(Contender):
 
     def attend(self) -> None:
         """Plan, and the partial attention of every layer over the own shard."""
-        runner, head_dim = self.runner, self.shape.head_dim
-        plan = runner.backend.plan(
-            self.attention_batch,
-            heads=runner.shape.heads,
-            kv_heads=runner.shape.kv_heads,
-            head_dim=head_dim,
-            dtype=runner.dtype,
-            device=runner.device,
-        )
+        runner = self.runner
+        plan = runner.attentions[0].plan(self.attention_batch)
         for layer in range(self.shape.layers):
-            runner.backend.attend(self.q_TNH, *runner.pools[0].layer(layer), plan, scale=head_dim**-0.5)
+            plan.attend(self.q_TNH, runner.pools[0].layer(layer), scale=self.shape.head_dim**-0.5)
 
     def step(self) -> Tensor:
         return self.runner.step(self.batch)

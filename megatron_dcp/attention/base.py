@@ -14,17 +14,54 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from megatron_dcp.shard import Shard
 
 PlanT = TypeVar("PlanT")
 PoolOrder = Literal["slots_first", "heads_first"]
 
 
-@dataclass(frozen=True)
-class BatchTensors:
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What a back end has to serve: the same for all layers of a kind, and for all steps.
+
+    Attributes:
+        heads: Query heads on this rank, a multiple of ``kv_heads``.
+        kv_heads: KV heads on this rank.
+        head_dim: Dim of queries and keys.
+        v_dim: Dim of the values.
+        v_in_k: The values are the first ``v_dim`` dims of the keys, in the same memory (MLA's latent): they need not be
+            read a second time.
+        dtype: Of the pool; with a quantised one (`megatron_dcp.shard`) queries come in the model's.
+        device: Of the pool.
+        block_size: Slots of a physical block.
+        windows: Whether query tokens may have hidden keys (``AttentionBatch.hidden``).
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    v_in_k: bool = False
+    dtype: torch.dtype
+    device: torch.device
+    block_size: int
+    windows: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.heads % self.kv_heads == 0, (self.heads, self.kv_heads)
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head, ``G``."""
+        return self.heads // self.kv_heads
+
+
+class BatchTensors(NamedTuple):
     """An :class:`AttentionBatch` on a device, int32, for back ends whose kernels read it there.
 
     Attributes:
@@ -62,7 +99,9 @@ class AttentionBatch:
     block_tables: tuple[tuple[int, ...], ...]
     block_size: int
     hidden: tuple[int, ...] = ()
-    _on_device: dict[torch.device, BatchTensors] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _on_device: dict[tuple[torch.device, int], BatchTensors] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         assert len(self.q_lens) == len(self.block_tables), (len(self.q_lens), len(self.block_tables))
@@ -79,27 +118,40 @@ class AttentionBatch:
         """Blocks that hold a sequence's first ``num_keys`` local keys."""
         return -(-num_keys // self.block_size)
 
-    def tensors(self, device: torch.device) -> BatchTensors:
-        """The batch as tensors on ``device``, copied there once."""
-        if device not in self._on_device:
-            starts = [0]
-            for q_len in self.q_lens:
-                starts.append(starts[-1] + q_len)
-            kv_lens = [self.visible[end - 1] for end in starts[1:]]
-            used = [
-                [max(0, block) for block in table[: self.blocks_needed(n)]]
-                for table, n in zip(self.block_tables, kv_lens, strict=True)
-            ]  # a kernel may prefetch what it masks later, so unneeded entries must be real blocks
-            width = max(1, *map(len, used)) if used else 1
-            tables = [table + [0] * (width - len(table)) for table in used]
-            starts_B1, visible_T, kv_lens_B, tables_BC, hidden_T = (
-                torch.tensor(x, dtype=torch.int32).to(device)
-                for x in (starts, self.visible, kv_lens, tables, self.hidden)
-            )
-            self._on_device[device] = BatchTensors(
-                starts_B1, visible_T, kv_lens_B, tables_BC, hidden_T if self.hidden else None
-            )
-        return self._on_device[device]
+    def tensors(self, device: torch.device, blocks: int = 0) -> BatchTensors:
+        """The batch as tensors on ``device``, copied there once.
+
+        Args:
+            blocks: Columns of the block tables at least.
+        """
+        if (device, blocks) not in self._on_device:
+            on_host = self._on_host(blocks)
+            self._on_device[device, blocks] = BatchTensors(*(None if x is None else x.to(device) for x in on_host))  # type: ignore[arg-type]
+        return self._on_device[device, blocks]
+
+    def copy_to(self, tensors: BatchTensors) -> None:
+        """Write the batch over the tensors of another one with as many query tokens, in place.
+
+        Args:
+            tensors: Of ``AttentionBatch.tensors``, with enough columns in its block tables.
+        """
+        for old, new in zip(tensors, self._on_host(tensors.block_tables.shape[1]), strict=True):
+            if old is not None and new is not None:
+                old.copy_(new, non_blocking=True)
+
+    def _on_host(self, blocks: int) -> BatchTensors:
+        starts = [0]
+        for q_len in self.q_lens:
+            starts.append(starts[-1] + q_len)
+        kv_lens = [self.visible[end - 1] for end in starts[1:]]
+        used = [
+            [max(0, block) for block in table[: self.blocks_needed(n)]]
+            for table, n in zip(self.block_tables, kv_lens, strict=True)
+        ]  # a kernel may prefetch what it masks later, so unneeded entries must be real blocks
+        width = max(1, blocks, *map(len, used)) if used else max(1, blocks)
+        tables = [table + [0] * (width - len(table)) for table in used]
+        lists = starts, self.visible, kv_lens, tables, self.hidden or None
+        return BatchTensors(*(None if x is None else torch.tensor(x, dtype=torch.int32) for x in lists))  # type: ignore[arg-type]
 
 
 class AttentionBackend(ABC, Generic[PlanT]):
@@ -109,53 +161,41 @@ class AttentionBackend(ABC, Generic[PlanT]):
 
     Attributes:
         name: What ``EngineConfig.backend`` calls it.
-        pool_order: Physical order of the KV pool that it reads fastest. It takes either.
+        pool_order: Physical order of the KV pool that it reads fastest, or the only one that it reads.
+        refreshable: Whether its plans can be refreshed, which CUDA graphs need.
     """
 
     name: ClassVar[str]
     pool_order: ClassVar[PoolOrder]
+    refreshable: ClassVar[bool] = False
 
     @abstractmethod
-    def supports(self, *, head_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        """``None``, or the reason why this back end cannot serve such a pool."""
+    def supports(self, spec: AttentionSpec) -> str | None:
+        """``None``, or the reason why this back end cannot serve such a pool here."""
 
     @abstractmethod
-    def plan(
-        self,
-        batch: AttentionBatch,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        v_dim: int | None = None,
-        v_in_k: bool = False,
-    ) -> PlanT:
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, *, blocks: int = 0) -> PlanT:
         """Everything about a step that all layers share, worked out once.
 
         Args:
-            batch: The step's queries and block tables.
-            heads: Query heads on this rank, a multiple of ``kv_heads``.
-            kv_heads: KV heads on this rank.
-            head_dim: Dim of queries and keys.
-            dtype: Of the pool.
-            device: Of the pool.
-            v_dim: Dim of the values; ``None``: ``head_dim``.
-            v_in_k: The values are the first ``v_dim`` dims of the keys, in the same memory (MLA's latent): they need
-                not be read a second time.
+            blocks: Most blocks of a sequence that a batch will have for which the plan is refreshed; 0: it will not be.
         """
 
+    def refresh(self, plan: PlanT, batch: AttentionBatch) -> None:
+        """Let a plan of decode tokens serve another batch of as many, in place.
+
+        All that kernels read of the plan keeps its address and its size, so a CUDA graph that was captured with it
+        computes the new batch. Both batches have one query token per sequence.
+        """
+        raise NotImplementedError(f"plans of {self.name} cannot be refreshed")
+
     @abstractmethod
-    def attend(
-        self, q_TNH: Tensor, k_SKH: Tensor, v_SKV: Tensor, plan: PlanT, *, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def attend(self, q_TNH: Tensor, shard: Shard, plan: PlanT, *, scale: float) -> tuple[Tensor, Tensor]:
         """Attention of every query token over the keys that it may see in this rank's pool. Inference only.
 
         Args:
             q_TNH: Queries of the batch in flat order.
-            k_SKH: Keys of one layer's pool, any strides. Slots that no query may see can hold anything, NaN included.
-            v_SKV: Values of the same pool.
+            shard: Keys and values of one layer's pool. Slots that no query may see can hold anything, NaN included.
             plan: From :meth:`plan`, of the same batch and shapes.
             scale: What scores are multiplied with before the softmax, usually ``head_dim ** -0.5``.
 
@@ -163,3 +203,36 @@ class AttentionBackend(ABC, Generic[PlanT]):
             ``(out_TNV, lse_TN)``, fp32: softmax-weighted values and the natural-log sum of exp of the scaled scores;
             ``0, -inf`` for a token that sees no key here.
         """
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A step's plan and the back end that made it."""
+
+    backend: AttentionBackend[Any]
+    plan: Any
+
+    def attend(self, q_TNH: Tensor, shard: Shard, *, scale: float) -> tuple[Tensor, Tensor]:
+        """See :meth:`AttentionBackend.attend`."""
+        return self.backend.attend(q_TNH, shard, self.plan, scale=scale)
+
+    def refresh(self, batch: AttentionBatch) -> None:
+        """See :meth:`AttentionBackend.refresh`."""
+        self.backend.refresh(self.plan, batch)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The back end that serves one kind of layer.
+
+    Attributes:
+        reason: Why it was picked, one line.
+    """
+
+    backend: AttentionBackend[Any]
+    spec: AttentionSpec
+    reason: str
+
+    def plan(self, batch: AttentionBatch, *, blocks: int = 0) -> Planned:
+        """Plan a step; see :meth:`AttentionBackend.plan`."""
+        return Planned(self.backend, self.backend.plan(batch, self.spec, blocks=blocks))

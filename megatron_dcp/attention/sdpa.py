@@ -13,20 +13,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import eq
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_dcp.attention.base import AttentionBackend, AttentionBatch
+from megatron_dcp.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from megatron_dcp.attention.pieces import Limits, Piece, Unit, cut_batch, thread_ways
 from megatron_dcp.merge import merge_into, merge_partials
+from megatron_dcp.shard import Shard, is_quantised
 
 WORK_BYTES = 8 << 20  # fp32 keys and values of one call: large enough that calls are few, small enough for a CPU cache
 COPY_BYTES = 128 << 10  # keys and values that are gathered in about the time that one more call takes
 HEAD_BYTES = 1 << 20  # fp32 keys and values of one head that stay in a core's cache while many rows meet them
 MAX_ROWS = 512  # of one call: enough for the matrix products to run at full speed
 
-Pool = tuple[Tensor, Tensor]  # keys and values as k_1KSH, v_1KSV
+
+class Stored(NamedTuple):
+    """Keys or values of a pool by head, ``[1, K, S, H]``, and what they are multiplied with, ``[1, K, S, 1]``."""
+
+    stored: Tensor
+    scale: Tensor | None
+
+
+class Pool(NamedTuple):
+    """A layer's keys and values."""
+
+    k: Stored
+    v: Stored
+
+
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 
 
@@ -87,32 +103,19 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
     def __init__(self) -> None:
         self._work: dict[torch.device, Tensor] = {}
 
-    def supports(self, *, head_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"{dtype} pools are not read, only float32, bfloat16 and float16"
+    def supports(self, spec: AttentionSpec) -> str | None:
+        if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16) and not is_quantised(spec.dtype):
+            return f"{spec.dtype} pools are not read, only float32, bfloat16, float16, float8_e4m3fn and int8"
         return None
 
-    def plan(
-        self,
-        batch: AttentionBatch,
-        *,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        v_dim: int | None = None,
-        v_in_k: bool = False,
-    ) -> SDPAPlan:
-        v_dim = head_dim if v_dim is None else v_dim
-        assert heads % kv_heads == 0, (heads, kv_heads)
+    def plan(self, batch: AttentionBatch, spec: AttentionSpec, *, blocks: int = 0) -> SDPAPlan:
+        kv_heads, head_dim, v_dim, group, device = spec.kv_heads, spec.head_dim, spec.v_dim, spec.group, spec.device
         fits = device.type == "cpu" and v_dim == head_dim
-        group = heads // kv_heads
-        key_bytes = kv_heads * (head_dim if v_in_k else head_dim + v_dim) * 4
+        key_bytes = kv_heads * (head_dim if spec.v_in_k else head_dim + v_dim) * 4
         tokens = max(1, MAX_ROWS // group)
         work_keys = max(1, WORK_BYTES // key_bytes)
         # A latent is read by two products: in parts that stay in the CPU's cache for the second one.
-        call_keys = work_keys if dtype != torch.float32 or v_in_k else None
+        call_keys = work_keys if spec.dtype != torch.float32 or spec.v_in_k else None
         if not fits:
             rows = min(tokens, max(batch.q_lens, default=1)) * group
             by_scores = max(1, WORK_BYTES // (kv_heads * rows * 4))
@@ -139,16 +142,14 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             single_tokens=torch.tensor([unit.first for unit in singles], dtype=torch.int64, device=device),
             kernel=fused if fits else plain,
             blind=0 in batch.visible or any(map(eq, batch.hidden, batch.visible)),
-            v_in_k=v_in_k,
+            v_in_k=spec.v_in_k,
         )
 
     @torch.no_grad()
-    def attend(
-        self, q_TNH: Tensor, k_SKH: Tensor, v_SKV: Tensor, plan: SDPAPlan, *, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        kv_heads, v_dim = v_SKV.shape[1:]
+    def attend(self, q_TNH: Tensor, shard: Shard, plan: SDPAPlan, *, scale: float) -> tuple[Tensor, Tensor]:
+        kv_heads, v_dim = shard.v_SKV.shape[1:]
         q_TKGH = q_TNH.float().contiguous().unflatten(1, (kv_heads, q_TNH.shape[1] // kv_heads))
-        pool = k_SKH.transpose(0, 1).unsqueeze(0), v_SKV.transpose(0, 1).unsqueeze(0)
+        pool = _by_head(shard)
         out_TKGV = q_TKGH.new_empty(*q_TKGH.shape[:3], v_dim)
         lse_TKG = q_TKGH.new_empty(q_TKGH.shape[:3])
         if plan.blind:
@@ -206,14 +207,13 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
 
     def _read(self, pool: Pool, piece: Piece, v_in_k: bool) -> tuple[Tensor, Tensor]:
         """Keys and values of a piece as ``[B, K, C, H]`` and ``[B, K, C, V]`` in fp32: views of the pool, or copied."""
-        k_1KSH, v_1KSV = pool
-        if isinstance(piece.keys, tuple) and k_1KSH.dtype == torch.float32:
-            k, v = k_1KSH.narrow(2, *piece.keys), v_1KSV.narrow(2, *piece.keys)
+        if isinstance(piece.keys, tuple) and pool.k.stored.dtype == torch.float32:
+            k, v = (x.stored.narrow(2, *piece.keys) for x in (pool.k, pool.v))
         else:
-            k_size, v_size = (x.shape[1] * piece.length * x.shape[3] for x in pool)
-            work = self._workspace(k_size if v_in_k else k_size + v_size, k_1KSH.device)
-            k = _copy(k_1KSH, piece, work[:k_size])
-            v = k[..., : v_1KSV.shape[3]] if v_in_k else _copy(v_1KSV, piece, work[k_size:])
+            k_size, v_size = (x.stored.shape[1] * piece.length * x.stored.shape[3] for x in (pool.k, pool.v))
+            work = self._workspace(k_size if v_in_k else k_size + v_size, pool.k.stored.device)
+            k = _copy(pool.k, piece, work[:k_size])
+            v = k[..., : pool.v.stored.shape[3]] if v_in_k else _copy(pool.v, piece, work[k_size:])
         if piece.parts == 1:
             return k, v
         by_part = (piece.parts, piece.length // piece.parts)
@@ -228,10 +228,21 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
         return work[:size]
 
 
-def _copy(pool_1KSH: Tensor, piece: Piece, work: Tensor) -> Tensor:
-    out_1KCH = work.view(1, pool_1KSH.shape[1], piece.length, pool_1KSH.shape[3])
+def _by_head(shard: Shard) -> Pool:
+    def by_head(stored_SKH: Tensor, scale_SK: Tensor | None) -> Stored:
+        scale_1KS1 = None if scale_SK is None else scale_SK.t()[None, ..., None]
+        return Stored(stored_SKH.transpose(0, 1).unsqueeze(0), scale_1KS1)
+
+    return Pool(by_head(shard.k_SKH, shard.k_scale_SK), by_head(shard.v_SKV, shard.v_scale_SK))
+
+
+def _copy(pool: Stored, piece: Piece, work: Tensor) -> Tensor:
+    stored, scale = pool
+    out_1KCH = work.view(1, stored.shape[1], piece.length, stored.shape[3])
     if isinstance(piece.keys, tuple):
-        return out_1KCH.copy_(pool_1KSH.narrow(2, *piece.keys))
-    if pool_1KSH.dtype == torch.float32:
-        return torch.index_select(pool_1KSH, 2, piece.keys, out=out_1KCH)
-    return out_1KCH.copy_(pool_1KSH.index_select(2, piece.keys))
+        out_1KCH.copy_(stored.narrow(2, *piece.keys))
+        return out_1KCH if scale is None else out_1KCH.mul_(scale.narrow(2, *piece.keys))
+    if stored.dtype == torch.float32:
+        return torch.index_select(stored, 2, piece.keys, out=out_1KCH)
+    out_1KCH.copy_(stored.index_select(2, piece.keys))
+    return out_1KCH if scale is None else out_1KCH.mul_(scale.index_select(2, piece.keys))

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from megatron_dcp.config import check_at_least, check_choice
+from megatron_dcp.shard import SCALE_BYTES, Shard, is_quantised, quantise
 
 SlotOrder = Literal["slots_first", "heads_first"]
-Shard = tuple[Tensor, Tensor]
-"""Keys and values of one layer, ``(k_SKH, v_SKV)``, any strides."""
 
 
 def bytes_per_block(
@@ -35,9 +34,18 @@ def bytes_per_block(
     v_in_k: bool = False,
     dtype: torch.dtype,
 ) -> int:
-    """Bytes that one physical block takes on one rank: keys and values of all layers."""
+    """Bytes that one physical block takes on one rank: keys, values and their scales, of all layers."""
     width = head_dim if v_in_k else head_dim + (head_dim if v_dim is None else v_dim)
-    return num_layers * block_size * num_kv_heads * width * dtype.itemsize
+    return num_layers * block_size * num_kv_heads * _bytes_per_head(width, dtype, v_in_k)
+
+
+def _bytes_per_head(width: int, dtype: torch.dtype, v_in_k: bool) -> int:
+    """Of one token in one layer."""
+    return width * dtype.itemsize + SCALE_BYTES * _scales_per_head(dtype, v_in_k)
+
+
+def _scales_per_head(dtype: torch.dtype, v_in_k: bool) -> int:
+    return (1 if v_in_k else 2) if is_quantised(dtype) else 0
 
 
 def blocks_in(
@@ -75,7 +83,7 @@ def blocks_in(
 
 
 class KVPool:
-    """Keys and values of all layers of one rank, by slot.
+    """Keys and values of all layers of one rank, by slot; in 8 bits with scales (`megatron_dcp.shard`) or as they are.
 
     The memory is not initialised (on a CPU the system maps a page when it is first written, so the unused part of a
     pool costs next to nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN
@@ -134,26 +142,36 @@ class KVPool:
         per_head = self.num_slots * num_kv_heads
         width = head_dim if v_in_k else head_dim + v_dim
         self._kv_heads, self._head_dim, self._v_dim, self._width = num_kv_heads, head_dim, v_dim, width
-        self._layers: list[Shard] = []
+        self._scales_per_head = _scales_per_head(dtype, v_in_k)
         # Made under inference_mode, the tensors could never be written outside it.
         with torch.inference_mode(False):
-            self._buffer = _allocate(num_layers * per_head * width, dtype, torch.device(device))
-            for layer in self._buffer.chunk(num_layers):
-                self._layers.append(self._as_shard(layer, self.num_slots))
+            parts = [_allocate(num_layers * per_head * width, dtype, torch.device(device)).chunk(num_layers)]
+            if self._scales_per_head:
+                scales = _allocate(num_layers * per_head * self._scales_per_head, torch.float32, torch.device(device))
+                parts.append(scales.chunk(num_layers))
+            self._layers = [self._as_shard(self.num_slots, *layer) for layer in zip(*parts, strict=True)]
+        self._memory = [part[0].untyped_storage() for part in parts]
 
     @property
     def bytes(self) -> int:
         """Bytes of the pool on this rank: ``num_blocks * bytes_per_block``, and nothing else."""
-        return self._buffer.untyped_storage().nbytes()
+        return sum(memory.nbytes() for memory in self._memory)
 
     @property
     def bytes_per_key(self) -> int:
         """Bytes of one token in one layer."""
-        return self._kv_heads * self._width * self.dtype.itemsize
+        return self._kv_heads * _bytes_per_head(self._width, self.dtype, self.v_in_k)
 
     def layer(self, index: int) -> Shard:
-        """``(k_SKH, v_SKV)`` of a layer: views of the pool, contiguous only for ``order="slots_first"``."""
+        """Keys and values of a layer: views of the pool, contiguous only for ``order="slots_first"``."""
         return self._layers[index]
+
+    def clear(self) -> None:
+        """Zero all keys and values."""
+        for layer in self._layers:
+            for part in layer:
+                if part is not None:
+                    part.zero_()
 
     def write(self, index: int, slot_t: Tensor, k_tKH: Tensor, v_tKV: Tensor | None = None) -> None:
         """Write the keys and values of ``t >= 0`` tokens of a layer to their slots, in the pool's dtype.
@@ -167,19 +185,32 @@ class KVPool:
         Raises:
             IndexError: On a CPU, a slot that the pool does not have; a GPU stops with a device-side assertion.
         """
-        k_SKH, v_SKV = self._layers[index]
-        # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end. Without detach
-        # the pool would keep the autograd graph of a model that is being trained.
-        k_SKH.index_copy_(0, slot_t, k_tKH.detach().to(self.dtype))
+        k_SKH, v_SKV, k_scale_SK, v_scale_SK = self._layers[index]
         assert (v_tKV is None) == self.v_in_k, "values are part of the keys, or they are given"
+        # Without detach the pool would keep the autograd graph of a model that is being trained.
+        self._write(slot_t, k_tKH.detach(), k_SKH, k_scale_SK)
         if v_tKV is not None:
-            v_SKV.index_copy_(0, slot_t, v_tKV.detach().to(self.dtype))
+            self._write(slot_t, v_tKV.detach(), v_SKV, v_scale_SK)
+
+    def _write(self, slot_t: Tensor, x_tKH: Tensor, stored_SKH: Tensor, scale_SK: Tensor | None) -> None:
+        # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end
+        if scale_SK is None:
+            stored_SKH.index_copy_(0, slot_t, x_tKH.to(self.dtype))
+            return
+        quantised_tKH, scale_tK = quantise(x_tKH, self.dtype)
+        stored_SKH.view(torch.uint8).index_copy_(0, slot_t, quantised_tKH.view(torch.uint8))
+        scale_SK.index_copy_(0, slot_t, scale_tK)
 
     def pack(self, index: int, slot_c: Tensor) -> Tensor:
-        """Keys and values of some slots of a layer, one after the other, in memory of their own. See ``unpack``."""
-        packed = self._buffer.new_empty(len(slot_c) * self._kv_heads * self._width)
-        pairs = zip(self._as_shard(packed, len(slot_c)), self._layers[index], strict=True)
-        for part, whole in list(pairs)[: 1 if self.v_in_k else 2]:
+        """What is stored of some slots of a layer, one part after the other, in memory of its own. See ``unpack``."""
+        layer = self._layers[index]
+        per_slot = self._kv_heads * _bytes_per_head(self._width, self.dtype, self.v_in_k)
+        packed = torch.empty(len(slot_c) * per_slot, dtype=torch.uint8, device=layer.k_SKH.device)
+        for name, part in self.unpack(packed)._asdict().items():
+            whole = getattr(layer, name)
+            if whole is None or (self.v_in_k and name.startswith("v_")):
+                continue
+            whole, part = (x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in (whole, part))
             if self.order == "slots_first":
                 torch.index_select(whole, 0, slot_c, out=part)
             else:
@@ -188,12 +219,22 @@ class KVPool:
 
     def unpack(self, packed: Tensor) -> Shard:
         """What another rank has packed, by its place among the slots: a view."""
-        return self._as_shard(packed, packed.numel() // (self._kv_heads * self._width))
+        slots = packed.numel() // self.bytes_per_key
+        scales = slots * self._kv_heads * self._scales_per_head * SCALE_BYTES  # first, where they are aligned
+        data = packed[scales:].view(self.dtype)
+        return (
+            self._as_shard(slots, data, packed[:scales].view(torch.float32)) if scales else self._as_shard(slots, data)
+        )
 
-    def _as_shard(self, flat: Tensor, slots: int) -> Shard:
+    def _as_shard(self, slots: int, data: Tensor, scales: Tensor | None = None) -> Shard:
         keys = slots * self._kv_heads * self._head_dim
-        k_SKH = self._by_slot(flat[:keys], slots)
-        return k_SKH, k_SKH[..., : self._v_dim] if self.v_in_k else self._by_slot(flat[keys:], slots)
+        k_SKH = self._by_slot(data[:keys], slots)
+        v_SKV = k_SKH[..., : self._v_dim] if self.v_in_k else self._by_slot(data[keys:], slots)
+        if scales is None:
+            return Shard(k_SKH, v_SKV)
+        per_part = scales.split(slots * self._kv_heads)
+        k_scale, v_scale = (self._by_slot(part, slots).squeeze(-1) for part in (per_part[0], per_part[-1]))
+        return Shard(k_SKH, v_SKV, k_scale, k_scale if self.v_in_k else v_scale)
 
     def _by_slot(self, flat: Tensor, slots: int) -> Tensor:
         if self.order == "slots_first":

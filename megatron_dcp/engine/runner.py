@@ -5,14 +5,14 @@ Shapes: ``T`` tokens of the step on this rank, flat over sequences; ``B`` rows o
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcp.attention import choose_backend
-from megatron_dcp.attention.base import AttentionBatch
+from megatron_dcp.attention import Attention, AttentionBatch, AttentionSpec, choose_backend
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
 from megatron_dcp.comm.collectives import gather_objects
@@ -35,6 +35,7 @@ from megatron_dcp.layers import (
     check_expert_groups,
     enable_dcp,
     exchange_work_bytes,
+    expanded_spec,
     experts_over_dcp,
     is_striped,
     layer_windows,
@@ -44,6 +45,14 @@ from megatron_dcp.layers import (
 )
 from megatron_dcp.metrics import Metrics
 from megatron_dcp.parallel_state import get_parallel_config
+
+KV_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "int8": torch.int8,
+}
 
 
 class ModelRunner:
@@ -91,21 +100,20 @@ class ModelRunner:
         layers = attention_layers(self.model)
         self.shape = AttentionShape.of(config, groups)
         self.latent = LatentShape.of(config, groups) if config.multi_latent_attention else None
-        self.backend, self.backend_reason = choose_backend(
-            engine.backend,
-            head_dim=self.shape.head_dim,
-            v_dim=self.shape.v_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+        self.kv_dtype = self.dtype if cache.kv_cache_dtype == "auto" else KV_DTYPES[cache.kv_cache_dtype]
         windows = layer_windows(config)
         own = [windows[layer.self_attention.layer_number - 1] for layer in layers]
         self.windows = sorted(set(own), key=lambda window: window is not None)  # of each kind of layer
+        self.attentions = [self._choose_attention(window) for window in self.windows]
+        self.expanded = None
+        if self.latent is not None:
+            spec = expanded_spec(self.attentions[0].spec, self.latent, self.dtype)
+            self.expanded = choose_backend("auto", spec)
         self.num_blocks, self.window = self._pool_sizes(own, cache)
-        self.pools = tuple(self._make_pool(window, own.count(window)) for window in self.windows)
+        self.pools = tuple(self._make_pool(kind, own.count(window)) for kind, window in enumerate(self.windows))
         self.rotaries = [rotary_table(self.model, window=window is not None) for window in self.windows]
         self.prefill = engine.prefill if groups.dcp_layout == "orthogonal" else "replicated"
-        self.stripe_sizes = _stripe_sizes(self.shape, self.latent, self.pools[0])
+        self.stripe_sizes = _stripe_sizes(self.shape, self.latent, self.pools[0], self.dtype)
         self.context = DCPContext(
             max_batch_size=engine.max_num_seqs,
             max_sequence_length=max_sequence_length,
@@ -115,7 +123,6 @@ class ModelRunner:
                 for index, (layer, window) in enumerate(zip(layers, own, strict=True))
             },
             groups=groups,
-            backend=self.backend,
             exchange=get_exchange(engine.exchange_for(groups.dcp_layout)),
             rotary_interleaved=any(table is not None and table.interleaved for table in self.rotaries),
             values_first=self.latent is not None and self.latent.values_first,
@@ -186,7 +193,7 @@ class ModelRunner:
         limit = 0 if window is None else self.engine.max_num_seqs * self.layout.window_blocks(window, most)
         num_blocks, in_window = cache.num_blocks, limit
         if cache.bytes_per_rank is not None:
-            one = bytes_per_block(num_layers=1, block_size=cache.block_size, dtype=self.dtype, **self.shape.cache)
+            one = bytes_per_block(num_layers=1, block_size=cache.block_size, dtype=self.kv_dtype, **self.shape.cache)
             full, fit, error = own.count(None), None, None
             sizes = dict(block_bytes=one * full, window_bytes=one * (len(own) - full), window_limit=limit)
             try:
@@ -201,14 +208,29 @@ class ModelRunner:
         assert num_blocks is not None, "the engine sizes the pool before it makes a runner"
         return num_blocks, None if window is None else Window(window, min(num_blocks, in_window))
 
-    def _make_pool(self, window: int | None, num_layers: int) -> KVPool:
+    def _choose_attention(self, window: int | None) -> Attention:
+        spec = AttentionSpec(
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            v_dim=self.shape.v_dim,
+            v_in_k=self.shape.v_in_k,
+            dtype=self.kv_dtype,
+            device=self.device,
+            block_size=self.layout.block_size,
+            windows=window is not None,
+        )
+        return choose_backend(self.engine.backend, spec)
+
+    def _make_pool(self, kind: int, num_layers: int) -> KVPool:
+        window = self.windows[kind]
         return KVPool(
             num_layers,
             self.num_blocks if window is None or self.window is None else self.window.num_blocks,
             self.layout.block_size,
-            dtype=self.dtype,
+            dtype=self.kv_dtype,
             device=self.device,
-            order=self.backend.pool_order,
+            order=self.attentions[kind].backend.pool_order,
             **self.shape.cache,
         )
 
@@ -237,13 +259,14 @@ class ModelRunner:
             if window is not None:
                 hidden = tuple(self.layout.hidden(positions, window, self.rank).tolist())  # type: ignore[type-var]
             attention = self._plan_attention(
+                kind,
                 AttentionBatch(
                     q_lens=tuple(len(seq.token_ids) for seq, out in zip(batch.seqs, striped, strict=True) if not out),
                     visible=tuple(visible.tolist()),
                     block_tables=tuple(tuple(table) for table, out in zip(tables, striped, strict=True) if not out),
                     block_size=self.layout.block_size,
                     hidden=hidden,
-                )
+                ),
             )
         if any(striped):
             chunks = [
@@ -257,7 +280,7 @@ class ModelRunner:
                 self.rank,
                 name=self.prefill,
                 sizes=self.stripe_sizes,
-                plan=self._plan_attention,
+                plan=partial(self._plan_attention, kind),
                 device=self.device,
             )
         return KindPlan(
@@ -268,17 +291,10 @@ class ModelRunner:
             striped=dealt_out,
         )
 
-    def _plan_attention(self, batch: AttentionBatch) -> Any:
-        if self.latent is not None:
-            return plan_latent(batch, self.latent, self.backend, dtype=self.dtype, device=self.device)
-        return self.backend.plan(
-            batch,
-            heads=self.shape.heads,
-            kv_heads=self.shape.kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.dtype,
-            device=self.device,
-        )
+    def _plan_attention(self, kind: int, batch: AttentionBatch) -> Any:
+        if self.latent is not None and self.expanded is not None:
+            return plan_latent(batch, self.latent, self.attentions[kind], self.expanded)
+        return self.attentions[kind].plan(batch)
 
     def _logits(self, hidden_T1h: Tensor, places: Places) -> Tensor:
         none = torch.empty(0, self.vocab_size, device=self.device)
@@ -300,10 +316,10 @@ class ModelRunner:
         return logits.flatten(1)[:, : self.vocab_size].float()
 
 
-def _stripe_sizes(shape: AttentionShape, latent: LatentShape | None, pool: KVPool) -> StripeSizes:
+def _stripe_sizes(shape: AttentionShape, latent: LatentShape | None, pool: KVPool, dtype: torch.dtype) -> StripeSizes:
     if latent is None:
         q_dim, out_dim = shape.head_dim, shape.v_dim
     else:
         q_dim, out_dim = latent.qk_head_dim + latent.rotated, latent.exchanged_dim
-    per_query = shape.heads * (q_dim * pool.dtype.itemsize + (out_dim + 1) * 4)
+    per_query = shape.heads * (q_dim * dtype.itemsize + (out_dim + 1) * 4)
     return StripeSizes(per_key=pool.bytes_per_key, per_query=per_query)

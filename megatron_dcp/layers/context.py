@@ -12,11 +12,12 @@ from typing import Any
 from megatron.core.inference.contexts import StaticInferenceContext
 from torch import Tensor
 
-from megatron_dcp.attention.base import AttentionBackend
-from megatron_dcp.cache.pool import KVPool, Shard
+from megatron_dcp.attention.base import Planned
+from megatron_dcp.cache.pool import KVPool
 from megatron_dcp.comm.exchange import Exchange, Exchanged
 from megatron_dcp.metrics import Metrics, timed
 from megatron_dcp.rope import rotate
+from megatron_dcp.shard import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,6 @@ class DCPContext(StaticInferenceContext):
         pools: This rank's shard of the cache, a pool for each kind of layer.
         cache_index: Megatron's ``layer_number`` → kind, and layer of that kind's pool.
         groups: Process groups with ``.tp``, ``.dcp``, ``.tp_dcp`` and ``.dcp_layout``.
-        backend: Computes partial attention; knows no ranks.
         exchange: Merges partials over ``groups.dcp``; knows no kernels.
         rotary_interleaved: RoPE pairs neighbouring dims.
         values_first: With MLA: the value up-projection comes before the exchange (`LatentShape.values_first`).
@@ -83,7 +83,6 @@ class DCPContext(StaticInferenceContext):
         pools: tuple[KVPool, ...],
         cache_index: dict[int, tuple[int, int]],
         groups: Any,
-        backend: AttentionBackend,
         exchange: Exchange,
         rotary_interleaved: bool = False,
         values_first: bool = False,
@@ -94,7 +93,6 @@ class DCPContext(StaticInferenceContext):
         self.pools = pools
         self.cache_index = cache_index
         self.groups = groups
-        self.backend = backend
         self.exchange = exchange
         self.rotary_interleaved = rotary_interleaved
         self.values_first = values_first
@@ -135,10 +133,10 @@ class DCPContext(StaticInferenceContext):
         pool, index = self.pool_of(layer_number)
         return pool.layer(index)
 
-    def attend(self, q_TNH: Tensor, shard: Shard, attention: Any, *, scale: float) -> tuple[Tensor, Tensor]:
-        """Attention over one shard: ``(out_TNV, lse_TN)``, fp32, by the back end's plan ``attention``."""
+    def attend(self, q_TNH: Tensor, shard: Shard, plan: Planned, *, scale: float) -> tuple[Tensor, Tensor]:
+        """Attention over one shard: ``(out_TNV, lse_TN)``, fp32."""
         with timed(self.metrics, "attention"):
-            return self.backend.attend(q_TNH, *shard, attention, scale=scale)
+            return plan.attend(q_TNH, shard, scale=scale)
 
     def merge(self, out_TNH: Tensor, lse_TN: Tensor) -> Exchanged:
         """Attention over the whole sequence from the partials of the DCP group: the exchange."""

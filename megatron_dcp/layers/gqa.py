@@ -12,10 +12,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from megatron_dcp.cache.pool import Shard
 from megatron_dcp.comm.exchange import Exchanged, gather_heads
 from megatron_dcp.layers.attend import attend
 from megatron_dcp.layers.context import DCPContext
+from megatron_dcp.shard import Shard
 
 
 class DCPSelfAttention(SelfAttention):

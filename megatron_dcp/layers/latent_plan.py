@@ -6,13 +6,13 @@ Shapes and the two forms: see `megatron_dcp.layers.mla`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dcp.attention.base import AttentionBackend, AttentionBatch
+from megatron_dcp.attention.base import Attention, AttentionBatch, AttentionSpec, Planned
 
 WORK_BYTES = 64 << 20  # keys and values of all heads of one slice, fp32
 
@@ -79,10 +79,10 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class Slice:
-    """Cached tokens that are expanded together: their slots, int64 ``[C]``, and the back end's plan over them."""
+    """Whole blocks of cached tokens that are expanded together: their slots, int64 ``[C]``, and the plan over them."""
 
     slots: Tensor
-    attention: Any
+    attention: Planned
 
 
 @dataclass(frozen=True)
@@ -99,19 +99,17 @@ class LatentPlan:
     """One step of MLA on one rank.
 
     Attributes:
-        absorbed: The back end's plan of the tokens that are absorbed; ``None``: there are none.
+        absorbed: The plan of the tokens that are absorbed; ``None``: there are none.
         absorbed_tokens: Those tokens, int64; ``None``: all of the step.
         expanded: The sequences that are expanded.
     """
 
-    absorbed: Any
+    absorbed: Planned | None
     absorbed_tokens: Tensor | None
     expanded: tuple[ExpandedSequence, ...]
 
 
-def plan_latent(
-    batch: AttentionBatch, shape: LatentShape, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
-) -> LatentPlan:
+def plan_latent(batch: AttentionBatch, shape: LatentShape, absorbed: Attention, expanded: Attention) -> LatentPlan:
     """Choose a form for every sequence of the step, by this rank's own number of keys, and plan both."""
     starts = [0]
     for q_len in batch.q_lens:
@@ -120,66 +118,53 @@ def plan_latent(
         shape.prefers_expanded(q_len, batch.visible[stop - 1])
         for q_len, stop in zip(batch.q_lens, starts[1:], strict=True)
     ]
-    common: dict[str, Any] = dict(dtype=dtype, device=device)
-    expanded = tuple(
-        ExpandedSequence(start, stop, tuple(_slices(batch, index, start, stop, shape, backend, common)))
+    sequences = tuple(
+        ExpandedSequence(start, stop, tuple(_slices(batch, index, start, stop, expanded)))
         for index, (start, stop) in enumerate(zip(starts, starts[1:], strict=False))
         if chosen[index]
     )
     rest = [index for index, expand in enumerate(chosen) if not expand]
-    absorbed = absorbed_tokens = None
-    if rest:
-        part = batch
-        if expanded:
-            tokens = [token for index in rest for token in range(starts[index], starts[index + 1])]
-            part = AttentionBatch(
-                q_lens=tuple(batch.q_lens[index] for index in rest),
-                visible=tuple(batch.visible[token] for token in tokens),
-                block_tables=tuple(batch.block_tables[index] for index in rest),
-                block_size=batch.block_size,
-            )
-            absorbed_tokens = torch.tensor(tokens, dtype=torch.int64, device=device)
-        absorbed = backend.plan(
-            part,
-            heads=shape.attend_heads,
-            kv_heads=1,
-            head_dim=shape.rank + shape.rotated,
-            v_dim=shape.rank,
-            v_in_k=True,
-            **common,
-        )
-    return LatentPlan(absorbed, absorbed_tokens, expanded)
+    if not rest:
+        return LatentPlan(None, None, sequences)
+    if not sequences:
+        return LatentPlan(absorbed.plan(batch), None, ())
+    tokens = [token for index in rest for token in range(starts[index], starts[index + 1])]
+    part = AttentionBatch(
+        q_lens=tuple(batch.q_lens[index] for index in rest),
+        visible=tuple(batch.visible[token] for token in tokens),
+        block_tables=tuple(batch.block_tables[index] for index in rest),
+        block_size=batch.block_size,
+    )
+    absorbed_tokens = torch.tensor(tokens, dtype=torch.int64, device=absorbed.spec.device)
+    return LatentPlan(absorbed.plan(part), absorbed_tokens, sequences)
 
 
-def _slices(
-    batch: AttentionBatch,
-    index: int,
-    start: int,
-    stop: int,
-    shape: LatentShape,
-    backend: AttentionBackend,
-    common: dict[str, Any],
-) -> Iterator[Slice]:
-    visible, table = batch.visible[start:stop], batch.block_tables[index]
-    keys = visible[-1]
-    per_key = shape.heads * (shape.qk_head_dim + shape.rotated + shape.v_head_dim) * 4
-    step = max(1, WORK_BYTES // per_key)
-    local = torch.arange(keys)
-    slots = torch.tensor(table)[local // batch.block_size] * batch.block_size + local % batch.block_size
-    for low in range(0, keys, step):
-        high = min(low + step, keys)
+def expanded_spec(absorbed: AttentionSpec, shape: LatentShape, dtype: torch.dtype) -> AttentionSpec:
+    """What attention over expanded latents asks of a back end, in the model's ``dtype``."""
+    return replace(
+        absorbed,
+        heads=shape.heads,
+        kv_heads=shape.heads,
+        head_dim=shape.qk_head_dim + shape.rotated,
+        v_dim=shape.v_head_dim,
+        v_in_k=False,
+        dtype=dtype,
+    )
+
+
+def _slices(batch: AttentionBatch, index: int, start: int, stop: int, expanded: Attention) -> Iterator[Slice]:
+    visible, table, size = batch.visible[start:stop], batch.block_tables[index], batch.block_size
+    spec = expanded.spec
+    per_block = spec.heads * (spec.head_dim + spec.v_dim) * 4 * size
+    step = max(1, WORK_BYTES // per_block)
+    blocks = torch.tensor(table[: batch.blocks_needed(visible[-1])])
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten().to(spec.device)
+    for first in range(0, len(blocks), step):
+        low, high = first * size, min((first + step) * size, visible[-1])
         part = AttentionBatch(
             q_lens=(stop - start,),
             visible=tuple(min(max(seen - low, 0), high - low) for seen in visible),
-            block_tables=((0,),),  # one block: the slice
-            block_size=high - low,
+            block_tables=(tuple(range(min(step, len(blocks) - first))),),
+            block_size=size,
         )
-        attention = backend.plan(
-            part,
-            heads=shape.heads,
-            kv_heads=shape.heads,
-            head_dim=shape.qk_head_dim + shape.rotated,
-            v_dim=shape.v_head_dim,
-            **common,
-        )
-        yield Slice(slots[low:high].to(common["device"]), attention)
+        yield Slice(slots[low : (first + step) * size], expanded.plan(part))

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from megatron_dcp.cache.pool import Shard
 from megatron_dcp.comm.exchange import Exchanged, gather_heads
 from megatron_dcp.layers.attend import attend
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.latent_plan import ExpandedSequence, LatentPlan
 from megatron_dcp.layers.linear import product
 from megatron_dcp.merge import merge_into
+from megatron_dcp.shard import Shard, dequantise
 
 
 class DCPMLASelfAttention(MLASelfAttention):
@@ -125,6 +125,7 @@ class DCPMLASelfAttention(MLASelfAttention):
         q_TNL = torch.cat((q_NTR.transpose(0, 1), q_TNP), dim=-1)
         if ctx.groups.dcp_layout == "within_tp":
             q_TNL = gather_heads(q_TNL, ctx.groups.dcp, metrics=ctx.metrics)
+        assert plan.absorbed is not None
         out_TNR, lse_TN = ctx.attend(q_TNL, shard, plan.absorbed, scale=self.softmax_scale)
         return (self._values(out_TNR, 0) if ctx.values_first else out_TNR), lse_TN
 
@@ -132,11 +133,10 @@ class DCPMLASelfAttention(MLASelfAttention):
         self, q_QNH: Tensor, shard: Shard, sequence: ExpandedSequence, ctx: DCPContext
     ) -> tuple[Tensor, Tensor]:
         """Attention of one sequence's tokens over its own keys and values, a slice of the cached latents at a time."""
-        cache_S1L, _ = shard
         merged: tuple[Tensor, Tensor] | None = None
         for part in sequence.slices:
-            expanded = self._expand(cache_S1L[part.slots, 0].to(q_QNH.dtype))
-            partial = ctx.attend(q_QNH, expanded, part.attention, scale=self.softmax_scale)
+            expanded = self._expand(_cached(shard, part.slots, q_QNH.dtype))
+            partial = ctx.attend(q_QNH, Shard(*expanded), part.attention, scale=self.softmax_scale)
             if merged is None:
                 merged = partial
             else:
@@ -165,3 +165,11 @@ class DCPMLASelfAttention(MLASelfAttention):
         """``[N, D + V, R]``: a view of the up-projection."""
         per_head = self.config.qk_head_dim + self.config.v_head_dim
         return self.linear_kv_up_proj.weight.view(-1, per_head, self.config.kv_lora_rank)
+
+
+def _cached(shard: Shard, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cached latents and rotated keys ``[C, L]`` of some slots."""
+    cached_CL = shard.k_SKH[slots, 0]
+    if shard.k_scale_SK is None:
+        return cached_CL.to(dtype)
+    return dequantise(cached_CL, shard.k_scale_SK[slots, 0]).to(dtype)

@@ -135,6 +135,5 @@ def make_runner(llm: LLM, tokens: int) -> ModelRunner:
 
 def clear_pool(runner: ModelRunner) -> None:
     """Clear the pool: keys that prefill wrote would hide that decode did not."""
-    for pool, layer in map(runner.context.pool_of, runner.context.cache_index):
-        for cached in pool.layer(layer):
-            cached.zero_()
+    for pool in runner.pools:
+        pool.clear()

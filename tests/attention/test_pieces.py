@@ -134,5 +134,16 @@ def test_batch_tensors_hold_no_block_that_no_query_needs() -> None:
     assert tensors.visible_T.tolist() == [4, 5, 0, 3]
     assert tensors.kv_lens.tolist() == [5, 0, 3]
     assert tensors.block_tables.tolist() == [[7, 9], [0, 0], [1, 0]]
-    assert {x.dtype for x in vars(tensors).values() if x is not None} == {torch.int32}
+    assert {x.dtype for x in tensors if x is not None} == {torch.int32}
     assert batch.tensors(CPU) is tensors
+
+
+def test_batch_written_over_another() -> None:
+    """With the padded sequences of a bucket: no keys, no blocks."""
+    first = AttentionBatch(q_lens=(1, 1), visible=(9, 2), block_tables=((3, 1, 8), (4,)), block_size=4)
+    held = first.tensors(CPU, 5)
+    addresses = [x.data_ptr() for x in held if x is not None]
+    AttentionBatch(q_lens=(1, 1), visible=(13, 0), block_tables=((3, 1, 8, 2), ()), block_size=4).copy_to(held)
+    assert [x.data_ptr() for x in held if x is not None] == addresses
+    assert held.kv_lens.tolist() == held.visible_T.tolist() == [13, 0]
+    assert held.block_tables.tolist() == [[3, 1, 8, 2, 0], [0] * 5]

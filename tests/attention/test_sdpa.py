@@ -12,6 +12,7 @@ from attention_contract import CASES, LATENT, Case, check, make_sequences, make_
 from megatron_dcp.attention import AttentionBatch, choose_backend, sdpa
 from megatron_dcp.attention.pieces import Unit
 from megatron_dcp.attention.sdpa import SDPABackend, fused, plain
+from megatron_dcp.shard import Shard
 
 CPU = torch.device("cpu")
 
@@ -49,7 +50,7 @@ def test_contract_with_tiny_limits(case: Case) -> None:
 def test_few_kv_heads_split_their_keys_over_threads(kv_heads: int, dtype: torch.dtype) -> None:
     case = Case(sequences=((1, 1025), (1, 2000)), kv_heads=kv_heads, dtype=dtype, scattered=False, head_dim=64)
     check(SDPABackend(), case)
-    batch, *_ = make_shard(case, make_sequences(case), 0)
+    batch, _ = make_shard(case, make_sequences(case), 0)
     plan = _plan(SDPABackend(), case, batch)
     assert any(piece.parts == 2 for unit in _units(plan) for piece in unit.pieces)
 
@@ -67,16 +68,7 @@ def test_kernels_agree(masked: bool) -> None:
 
 
 def _plan(backend: SDPABackend, case: Case, batch: AttentionBatch) -> sdpa.SDPAPlan:
-    return backend.plan(
-        batch,
-        heads=case.kv_heads * case.group,
-        kv_heads=case.kv_heads,
-        head_dim=case.head_dim,
-        v_dim=case.v_dim,
-        v_in_k=case.v_in_k,
-        dtype=case.dtype,
-        device=CPU,
-    )
+    return backend.plan(batch, case.spec())
 
 
 def _units(plan: sdpa.SDPAPlan) -> list[Unit]:
@@ -85,9 +77,9 @@ def _units(plan: sdpa.SDPAPlan) -> list[Unit]:
 
 def _run(backend: SDPABackend, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     sequences = make_sequences(case)
-    batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
+    batch, shard = make_shard(case, sequences, 0)
     q_TNH = torch.cat([s.q_TNH for s in sequences])
-    return backend.attend(q_TNH, k_SKH, v_SKV, _plan(backend, case, batch), scale=0.1)
+    return backend.attend(q_TNH, shard, _plan(backend, case, batch), scale=0.1)
 
 
 def _work_bytes(backend: SDPABackend) -> int:
@@ -113,7 +105,7 @@ def test_a_latent_is_copied_once_and_not_at_all_where_it_lies_together() -> None
 def test_long_runs_between_gaps_are_not_copied() -> None:
     backend = SDPABackend()
     case = Case(sequences=((1, 4096),), block_size=1024, head_dim=64)
-    batch, *_ = make_shard(case, make_sequences(case), 0)
+    batch, _ = make_shard(case, make_sequences(case), 0)
     (unit,) = _units(_plan(backend, case, batch))
     assert len(unit.pieces) > 1, "the shuffled blocks should not have come out in order"
     assert all(isinstance(piece.keys, tuple) for piece in unit.pieces)
@@ -125,7 +117,7 @@ def test_long_runs_between_gaps_are_not_copied() -> None:
 def test_work_space_stays_within_its_bound(dtype: torch.dtype, v_dim: int) -> None:
     backend = SDPABackend()
     case = Case(sequences=((1, 600), (40, 600), (1, 3), (1, 7)), dtype=dtype, v_dim=v_dim)
-    batch, *_ = make_shard(case, make_sequences(case), 0)
+    batch, _ = make_shard(case, make_sequences(case), 0)
     _run(backend, case)
     assert 0 < _work_bytes(backend) <= sdpa.WORK_BYTES
     masks = 0
@@ -140,7 +132,7 @@ def test_work_space_stays_within_its_bound(dtype: torch.dtype, v_dim: int) -> No
 @pytest.mark.parametrize("count", [2, 16])
 def test_short_sequences_share_a_call(count: int) -> None:
     case = Case(sequences=tuple((1, 3 + n) for n in range(count)))
-    batch, *_ = make_shard(case, make_sequences(case), 0)
+    batch, _ = make_shard(case, make_sequences(case), 0)
     assert len(_units(_plan(SDPABackend(), case, batch))) == 1
 
 
@@ -156,44 +148,45 @@ def test_work_space_made_in_inference_mode_serves_outside() -> None:
 def test_no_graph_is_kept() -> None:
     case = Case(sequences=((1, 9),))
     sequences = make_sequences(case)
-    batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
+    batch, shard = make_shard(case, sequences, 0)
     backend = SDPABackend()
     q_TNH = sequences[0].q_TNH.clone().requires_grad_()
-    out, lse = backend.attend(q_TNH, k_SKH, v_SKV, _plan(backend, case, batch), scale=0.1)
+    out, lse = backend.attend(q_TNH, shard, _plan(backend, case, batch), scale=0.1)
     assert not out.requires_grad and not lse.requires_grad
 
 
 def test_queries_of_any_dtype_and_strides() -> None:
     case = Case(sequences=((2, 9), (1, 12)), head_dim=32)
     sequences = make_sequences(case)
-    batch, k_SKH, v_SKV = make_shard(case, sequences, 0)
+    batch, shard = make_shard(case, sequences, 0)
     backend = SDPABackend()
     plan = _plan(backend, case, batch)
     q_TNH = torch.cat([s.q_TNH for s in sequences]).bfloat16()
-    expected = backend.attend(q_TNH.float(), k_SKH, v_SKV, plan, scale=0.1)
+    expected = backend.attend(q_TNH.float(), shard, plan, scale=0.1)
     strided = q_TNH.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     for q in (q_TNH, strided, strided.float()):
-        assert all(map(torch.equal, backend.attend(q, k_SKH, v_SKV, plan, scale=0.1), expected))
+        assert all(map(torch.equal, backend.attend(q, shard, plan, scale=0.1), expected))
 
 
 def test_batch_where_nobody_sees_a_key() -> None:
     backend = SDPABackend()
     batch = AttentionBatch(q_lens=(1, 2), visible=(0, 0, 0), block_tables=((), (7,)), block_size=4)
-    plan = backend.plan(batch, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, device=CPU)
+    plan = backend.plan(batch, Case(sequences=()).spec())
     nothing = torch.full((4, 2, 16), torch.nan)
-    out, lse = backend.attend(torch.randn(3, 4, 16), nothing, nothing, plan, scale=0.1)
+    out, lse = backend.attend(torch.randn(3, 4, 16), Shard(nothing, nothing), plan, scale=0.1)
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 def test_choose_backend() -> None:
-    backend, reason = choose_backend("auto", head_dim=64, v_dim=64, dtype=torch.bfloat16, device=CPU)
-    assert backend.name == "sdpa" and reason.startswith("sdpa: ")
-    assert choose_backend("sdpa", head_dim=64, v_dim=64, dtype=torch.float32, device=CPU)[1] == "sdpa: asked for"
+    spec = Case(sequences=(), head_dim=64, dtype=torch.bfloat16).spec()
+    chosen = choose_backend("auto", spec)
+    assert chosen.backend.name == "sdpa" and chosen.reason.startswith("sdpa: ") and chosen.spec is spec
+    assert choose_backend("sdpa", spec).reason == "sdpa: asked for"
     with pytest.raises(ValueError, match="backend='none' is not known; use one of auto, sdpa"):
-        choose_backend("none", head_dim=64, v_dim=64, dtype=torch.float32, device=CPU)
+        choose_backend("none", spec)
     for name in ("auto", "sdpa"):
-        with pytest.raises(ValueError, match=r"cannot serve .*dtype=torch.int8 .*only float32, bfloat16"):
-            choose_backend(name, head_dim=64, v_dim=64, dtype=torch.int8, device=CPU)
+        with pytest.raises(ValueError, match=r"cannot serve .*dtype=torch.int16 .*only float32, bfloat16"):
+            choose_backend(name, replace(spec, dtype=torch.int16))
 
 
 @pytest.mark.parametrize("keys", [1, 7, 8, 15, 16, 17, 40])
@@ -202,6 +195,6 @@ def test_nan_in_a_visible_key_is_never_swallowed(keys: int) -> None:
     q_TNH, k_SKH, v_SKH = torch.randn(1, 2, 16), torch.full((keys, 1, 16), torch.nan), torch.randn(keys, 1, 16)
     batch = AttentionBatch(q_lens=(1,), visible=(keys,), block_tables=((0,),), block_size=keys)
     backend = SDPABackend()
-    plan = backend.plan(batch, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32, device=CPU)
-    out_TNH, lse_TN = backend.attend(q_TNH, k_SKH, v_SKH, plan, scale=0.25)
+    plan = backend.plan(batch, Case(sequences=(), kv_heads=1, block_size=keys).spec())
+    out_TNH, lse_TN = backend.attend(q_TNH, Shard(k_SKH, v_SKH), plan, scale=0.25)
     assert out_TNH.isnan().all() and lse_TN.isnan().all()

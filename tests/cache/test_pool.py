@@ -14,7 +14,7 @@ def make(order: str = "slots_first", dtype: torch.dtype = torch.float32, v_dim: 
     """3 layers, 5 blocks of 4 slots, 2 KV heads of 6, poisoned."""
     pool = KVPool(3, 5, 4, 2, 6, v_dim, dtype=dtype, order=order)  # type: ignore[arg-type]
     for index in range(3):
-        for tensor in pool.layer(index):
+        for tensor in pool.layer(index)[:2]:
             tensor.fill_(torch.nan)
     return pool
 
@@ -27,7 +27,7 @@ def test_bytes_are_what_was_asked_in_one_storage(order: str, dtype: torch.dtype,
     pool = make(order, dtype, v_dim)
     expected = 3 * 5 * 4 * 2 * (6 + (v_dim or 6)) * torch.tensor([], dtype=dtype).element_size()
     assert pool.bytes == expected == 5 * bytes_per_block(**shape)
-    tensors = [tensor for index in range(3) for tensor in pool.layer(index)]
+    tensors = [tensor for index in range(3) for tensor in pool.layer(index)[:2]]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     assert sum(storages.values()) == pool.bytes and len(storages) == 1
     addresses: set[int] = set()
@@ -75,7 +75,7 @@ def test_writes_land_in_their_slots_and_nowhere_else(order: str, dtype: torch.dt
     k_tKH, v_tKV = torch.randn(4, 2, 6).to(dtype), torch.randn(4, 2, v_dim or 6).to(dtype)
     pool.write(1, slot_t, k_tKH, v_tKV)
     for index in range(3):
-        for held, new in zip(pool.layer(index), (k_tKH, v_tKV), strict=True):
+        for held, new in zip(pool.layer(index)[:2], (k_tKH, v_tKV), strict=True):
             assert held.shape == (20, 2, new.shape[-1]) and held.dtype == dtype
             written = torch.zeros(20, dtype=torch.bool)
             if index == 1:
@@ -85,9 +85,9 @@ def test_writes_land_in_their_slots_and_nowhere_else(order: str, dtype: torch.dt
 
 
 def test_physical_order() -> None:
-    k_SKH, v_SKV = make("slots_first").layer(0)
+    k_SKH, v_SKV = make("slots_first").layer(0)[:2]
     assert k_SKH.is_contiguous() and v_SKV.is_contiguous()
-    k_SKH, v_SKV = make("heads_first").layer(0)
+    k_SKH, v_SKV = make("heads_first").layer(0)[:2]
     assert k_SKH.transpose(0, 1).is_contiguous() and v_SKV.transpose(0, 1).is_contiguous()
     assert not k_SKH.is_contiguous()
 
@@ -105,7 +105,7 @@ def test_layer_is_a_view(order: str) -> None:
 def test_no_token_is_a_legal_write(order: str) -> None:
     pool = make(order)
     pool.write(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 2, 6), torch.empty(0, 2, 6))
-    assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index))
+    assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index)[:2])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -114,7 +114,7 @@ def test_a_foreign_slot_raises_and_writes_nothing(order: str, slot: int) -> None
     pool = make(order)
     with pytest.raises(IndexError):
         pool.write(1, torch.tensor([slot]), torch.ones(1, 2, 6), torch.ones(1, 2, 6))
-    assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index))
+    assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index)[:2])
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -130,7 +130,7 @@ def test_what_is_packed_is_unpacked_elsewhere(order: str, dtype: torch.dtype, v_
     packed = pool.pack(1, slot_t)
     assert packed.nbytes == 4 * pool.bytes_per_key
     assert pool.bytes == 2 * 20 * pool.bytes_per_key
-    k_SKH, v_SKV = other.unpack(packed)
+    k_SKH, v_SKV = other.unpack(packed)[:2]
     assert torch.equal(k_SKH, k) and torch.equal(v_SKV, k[..., :4] if v is None else v)
     assert k_SKH.stride(1) == (6 if order == "slots_first" else 4 * 6)
 
@@ -160,7 +160,7 @@ def test_a_pool_keeps_no_graph_and_lives_in_and_out_of_inference_mode() -> None:
         pool.write(0, torch.tensor([0]), inside, inside)
     grad = torch.ones(1, 2, 6, requires_grad=True) * 2
     pool.write(0, torch.tensor([1]), grad, grad)
-    for held in pool.layer(0):
+    for held in pool.layer(0)[:2]:
         assert not held.requires_grad
         assert (held[0] == 1).all() and (held[1] == 2).all()
 
@@ -178,7 +178,7 @@ def test_shards_of_all_ranks_make_the_sequence() -> None:
             pool.write(0, layout.slot(torch.tensor(table)[local_t // 4], local_t), new, -new)
     for position in range(length):
         local = layout.local_index(position)
-        k_SKH, v_SKV = pools[layout.owner(position)].layer(0)
+        k_SKH, v_SKV = pools[layout.owner(position)].layer(0)[:2]
         slot = table[local // 4] * 4 + local % 4
         assert torch.equal(k_SKH[slot], k_THK[position]) and torch.equal(v_SKV[slot], -k_THK[position])
     assert sum(int((~pool.layer(0)[0][:, 0, 0].isnan()).sum()) for pool in pools) == length
@@ -207,7 +207,7 @@ def test_a_latent_is_stored_once(order: str, dtype: torch.dtype) -> None:
     assert pool.bytes == 3 * 5 * 4 * 6 * dtype.itemsize == 5 * bytes_per_block(dtype=dtype, **shape)
     k_tKH = torch.randn(2, 1, 6).to(dtype)
     pool.write(1, torch.tensor([7, 19]), k_tKH)
-    k_SKH, v_SKV = pool.layer(1)
+    k_SKH, v_SKV = pool.layer(1)[:2]
     assert v_SKV.shape == (20, 1, 4) and v_SKV.data_ptr() == k_SKH.data_ptr()
     assert torch.equal(k_SKH[[7, 19]], k_tKH) and torch.equal(v_SKV[[7, 19]], k_tKH[..., :4])
 
