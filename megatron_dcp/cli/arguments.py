@@ -8,7 +8,15 @@ from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
-from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig, PrefillName
+from megatron_dcp.config import (
+    CacheConfig,
+    DcpLayout,
+    EngineConfig,
+    ExchangeName,
+    KVCacheDtype,
+    ParallelConfig,
+    PrefillName,
+)
 
 CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
 
@@ -143,6 +151,12 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prefill-chunk-size", None, "N", engine.prefill_chunk_size, "most prompt tokens of one step"),
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default=cache.kv_cache_dtype,
+        help="what keys and values are stored in (default auto: the model's dtype); fp8_e4m3 and int8 are not exact",
+    )
+    group.add_argument(
         "--prefill",
         choices=get_args(PrefillName),
         default=engine.prefill,
@@ -170,6 +184,7 @@ def cache_config(args: argparse.Namespace) -> CacheConfig:
         kv_interleave_size=args.kv_interleave,
         num_blocks=args.num_blocks,
         bytes_per_rank=args.bytes_per_rank,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 
