@@ -13,10 +13,11 @@ from megatron_dcp.attention.base import (
     Planned,
     PoolOrder,
 )
+from megatron_dcp.attention.paged import PagedBackend
 from megatron_dcp.attention.sdpa import SDPABackend
 from megatron_dcp.config import check_choice
 
-BACKENDS: tuple[type[AttentionBackend[Any]], ...] = (SDPABackend,)  # best first
+BACKENDS: tuple[type[AttentionBackend[Any]], ...] = (PagedBackend, SDPABackend)  # best first
 
 __all__ = [
     "BACKENDS",

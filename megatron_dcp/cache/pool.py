@@ -18,8 +18,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_dcp import kernels
 from megatron_dcp.config import check_at_least, check_choice
-from megatron_dcp.shard import SCALE_BYTES, Shard, is_quantised, quantise
+from megatron_dcp.kernels.twins import store_slots
+from megatron_dcp.shard import SCALE_BYTES, Shard, is_quantised
 
 SlotOrder = Literal["slots_first", "heads_first"]
 
@@ -178,28 +180,28 @@ class KVPool:
 
         Args:
             index: Layer of this rank.
-            slot_t: Slots, int64 ``[t]``, on the pool's device, each at most once.
+            slot_t: Slots, int64 ``[t]``, on the pool's device, each at most once; -1: the token is not kept here, which
+                is how a CUDA graph of fixed size writes fewer.
             k_tKH: Rotated keys.
             v_tKV: Values; none for a pool with ``v_in_k``.
 
         Raises:
-            IndexError: On a CPU, a slot that the pool does not have; a GPU stops with a device-side assertion.
+            IndexError: On a CPU, another slot that the pool does not have; our kernel skips it, and a GPU without it
+                stops with a device-side assertion.
         """
         k_SKH, v_SKV, k_scale_SK, v_scale_SK = self._layers[index]
         assert (v_tKV is None) == self.v_in_k, "values are part of the keys, or they are given"
         # Without detach the pool would keep the autograd graph of a model that is being trained.
-        self._write(slot_t, k_tKH.detach(), k_SKH, k_scale_SK)
-        if v_tKV is not None:
-            self._write(slot_t, v_tKV.detach(), v_SKV, v_scale_SK)
+        k_tKH, v_tKV = k_tKH.detach(), None if v_tKV is None else v_tKV.detach()
+        if k_SKH.is_cuda and self.dtype.itemsize <= 4 and kernels.unusable(k_SKH.device) is None:
+            from megatron_dcp.kernels.write import write_kv
 
-    def _write(self, slot_t: Tensor, x_tKH: Tensor, stored_SKH: Tensor, scale_SK: Tensor | None) -> None:
-        # index_copy_ refuses negative slots, where an indexed assignment would write to the pool's end
-        if scale_SK is None:
-            stored_SKH.index_copy_(0, slot_t, x_tKH.to(self.dtype))
+            own = (None, None) if v_tKV is None else (v_SKV, v_scale_SK)
+            write_kv(slot_t, k_tKH, v_tKV, k_SKH, own[0], k_scale_SK, own[1])
             return
-        quantised_tKH, scale_tK = quantise(x_tKH, self.dtype)
-        stored_SKH.view(torch.uint8).index_copy_(0, slot_t, quantised_tKH.view(torch.uint8))
-        scale_SK.index_copy_(0, slot_t, scale_tK)
+        store_slots(slot_t, k_tKH, k_SKH, k_scale_SK)
+        if v_tKV is not None:
+            store_slots(slot_t, v_tKV, v_SKV, v_scale_SK)
 
     def pack(self, index: int, slot_c: Tensor) -> Tensor:
         """What is stored of some slots of a layer, one part after the other, in memory of its own. See ``unpack``."""

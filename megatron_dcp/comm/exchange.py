@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from megatron_dcp.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter_sum
-from megatron_dcp.merge import merge_partials, merge_weights, weigh
+from megatron_dcp.kernels.choice import merge_partials, pack, share_by_rank, share_of
+from megatron_dcp.merge import weigh
 from megatron_dcp.metrics import Metrics
 
 
@@ -74,8 +75,7 @@ def fold(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metri
     if group.size() == 1:
         return _alone(out_TNH, lse_TN)
     lse_PTN = all_gather(lse_TN.float(), group, metrics)
-    weight_PTN, _ = merge_weights(lse_PTN)
-    return Exchanged(weigh(out_TNH.float(), weight_PTN[group.rank()]), 0, out_TNH.shape[1], summed=False)
+    return Exchanged(share_of(out_TNH, lse_PTN, group.rank()), 0, out_TNH.shape[1], summed=False)
 
 
 def all_reduced(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Exchanged:
@@ -95,13 +95,8 @@ def ag_rs(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metr
     """Own heads: gather the LSEs, weigh the own partial, reduce-scatter over heads (padded to a multiple of ``P``)."""
     if group.size() == 1:
         return _alone(out_TNH, lse_TN)
-    T, N, H = out_TNH.shape
-    first, count = head_slice(N, group.size(), group.rank())
-    weight_PTN, _ = merge_weights(all_gather(lse_TN.float(), group, metrics))
-    share_TNH = weigh(out_TNH.float(), weight_PTN[group.rank()])
-    per_rank = -(-N // group.size())
-    parts_PnTH = share_TNH.new_zeros(group.size(), per_rank, T, H)
-    parts_PnTH.flatten(0, 1)[:N] = share_TNH.transpose(0, 1)
+    first, count = head_slice(out_TNH.shape[1], group.size(), group.rank())
+    parts_PnTH = share_by_rank(out_TNH, all_gather(lse_TN.float(), group, metrics), group.rank())
     own_nTH = reduce_scatter_sum(parts_PnTH, group, metrics)[:count]
     return Exchanged(own_nTH.transpose(0, 1).contiguous(), first, count, summed=True, scattered=True)
 
@@ -110,16 +105,12 @@ def a2a(out_TNH: Tensor, lse_TN: Tensor, group: ProcessGroup, *, metrics: Metric
     """Own heads: every rank sends each other one its ``[partial, LSE]`` of that rank's heads; merged in rank order."""
     if group.size() == 1:
         return _alone(out_TNH, lse_TN)
-    T, N, H = out_TNH.shape
-    slices = [head_slice(N, group.size(), rank) for rank in range(group.size())]
+    slices = [head_slice(out_TNH.shape[1], group.size(), rank) for rank in range(group.size())]
     first, count = slices[group.rank()]
-    # Heads first: what goes to one rank is then contiguous, and unequal shares need no padding.
-    packed_NTH1 = out_TNH.new_empty(N, T, H + 1, dtype=torch.float32)
-    packed_NTH1[..., :H] = out_TNH.transpose(0, 1)
-    packed_NTH1[..., H] = lse_TN.t()
-    packed_PnTH1 = all_to_all(packed_NTH1, [num for _, num in slices], group, metrics)
-    out_nTH, _ = merge_partials(packed_PnTH1[..., :H], packed_PnTH1[..., H])
-    return Exchanged(out_nTH.transpose(0, 1).contiguous(), first, count, summed=True, scattered=True)
+    packed_PnTH1 = all_to_all(pack(out_TNH, lse_TN), [num for _, num in slices], group, metrics)
+    packed_PTnH1 = packed_PnTH1.transpose(1, 2)
+    own_TnH, _ = merge_partials(packed_PTnH1[..., :-1], packed_PTnH1[..., -1])
+    return Exchanged(own_TnH.contiguous(), first, count, summed=True, scattered=True)
 
 
 def _alone(out_TNH: Tensor, lse_TN: Tensor) -> Exchanged:

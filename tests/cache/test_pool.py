@@ -110,12 +110,27 @@ def test_no_token_is_a_legal_write(order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("slot", [-1, 20, 2**40])
+@pytest.mark.parametrize("slot", [-2, 20, 2**40])
 def test_a_foreign_slot_raises_and_writes_nothing(order: str, slot: int) -> None:
     pool = make(order)
     with pytest.raises(IndexError):
         pool.write(1, torch.tensor([slot]), torch.ones(1, 2, 6), torch.ones(1, 2, 6))
     assert all(tensor.isnan().all() for index in range(3) for tensor in pool.layer(index)[:2])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_slot_minus_one_is_skipped(order: str, dtype: torch.dtype) -> None:
+    pools = [KVPool(1, 5, 4, 2, 6, dtype=dtype, order=order) for _ in range(2)]  # type: ignore[arg-type]
+    k_tKH, v_tKV = torch.randn(4, 2, 6), torch.randn(4, 2, 6)
+    for pool, slots in zip(pools, ([-1, 19, -1, 0], [19, 0]), strict=True):
+        pool.clear()
+        kept = [i for i in range(4) if len(slots) == 4 or i in (1, 3)]
+        pool.write(0, torch.tensor(slots), k_tKH[kept], v_tKV[kept])
+    for one, other in zip(*(pool.layer(0) for pool in pools), strict=True):
+        assert one is other is None or torch.equal(one.float(), other.float())
+    assert pools[0].layer(0)[0].float().abs().sum((1, 2)).nonzero().flatten().tolist() == [0, 19]
+    pools[0].write(0, torch.tensor([-1]), k_tKH[:1], v_tKV[:1])
 
 
 @pytest.mark.parametrize("order", ORDERS)
