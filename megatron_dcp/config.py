@@ -13,6 +13,7 @@ DcpLayout = Literal["orthogonal", "within_tp"]
 ExchangeName = Literal["fold", "all_reduce", "ag_rs", "a2a"]
 PrefillName = Literal["auto", "pass_kv", "pass_q", "replicated"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+CudaGraphs = Literal["none", "piecewise", "full"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
 DEFAULT_EXCHANGE: dict[str, ExchangeName] = {"orthogonal": "fold", "within_tp": "a2a"}
@@ -192,6 +193,8 @@ class EngineConfig:
             sends fewer bytes, and no dealing out of a few tokens; ``replicated``: every rank computes all of them. In
             ``within_tp`` always the last.
         backend: Attention back end; ``auto`` picks by capability and says why.
+        cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed: ``full`` with the exchanges in them,
+            ``piecewise`` with the exchanges (and experts) between them.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
             with the same tokens. A live model starts every call afresh.
         num_draft_tokens: Tokens that are proposed per step by looking for the last ones earlier in the text (prompt
@@ -204,6 +207,7 @@ class EngineConfig:
     exchange: ExchangeName | None = None
     prefill: PrefillName = "auto"
     backend: str = "auto"
+    cuda_graphs: CudaGraphs = "none"
     prefix_caching: bool = True
     num_draft_tokens: int = 0
     log_interval_s: float = 10.0
@@ -217,6 +221,7 @@ class EngineConfig:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
         check_choice("prefill", self.prefill, get_args(PrefillName))
+        check_choice("cuda_graphs", self.cuda_graphs, get_args(CudaGraphs))
         if self.exchange is not None:
             check_choice("exchange", self.exchange, get_args(ExchangeName))
 

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, get_args
 from megatron_dcp.cli.failure import rank_prefix
 from megatron_dcp.config import (
     CacheConfig,
+    CudaGraphs,
     DcpLayout,
     EngineConfig,
     ExchangeName,
@@ -169,6 +170,18 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens to propose per step from earlier text; the output stays the same (default 0: none)",
     )
+    group.add_argument(
+        "--backend",
+        default=engine.backend,
+        metavar="NAME",
+        help="attention back end (default auto: the best that can; `megatron-dcp env` lists them)",
+    )
+    group.add_argument(
+        "--cuda-graphs",
+        choices=get_args(CudaGraphs),
+        default=engine.cuda_graphs,
+        help="capture decode steps on a GPU: full, or piecewise with the exchanges left out (default none)",
+    )
     group.add_argument("--no-prefix-caching", action="store_true", help="compute known prefixes of prompts again")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--num-blocks", type=whole(1), metavar="N", help="blocks of the pool on every rank")
@@ -197,6 +210,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefill=args.prefill,
         num_draft_tokens=args.num_draft_tokens,
         prefix_caching=not args.no_prefix_caching,
+        backend=args.backend,
+        cuda_graphs=args.cuda_graphs,
     )
     config.exchange_for(args.dcp_layout)
     return config

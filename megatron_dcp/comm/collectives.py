@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
+from megatron_dcp.capture import current_recorder
 from megatron_dcp.metrics import Metrics, timed
 
 # Renamed in torch 2.13, where the old names warn.
@@ -143,10 +144,21 @@ def group_device(group: ProcessGroup) -> torch.device:
 
 
 def issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None, bytes_sent: int) -> None:
-    """Make a blocking call: timed, counted as ``op``, and with a `CollectiveError` where a rank is lost."""
+    """Make a blocking call: timed, counted as ``op``, and with a `CollectiveError` where a rank is lost.
+
+    The call reads and writes tensors that it holds, so that a `Recorder` can make it again with what they hold then.
+    """
+
+    def count() -> None:
+        if metrics is not None:
+            metrics.count_collective(op, group.group_desc, bytes_sent)
+
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.collective(lambda: _guarded(op, call, group, metrics), count)
+        return
     _guarded(op, call, group, metrics)
-    if metrics is not None:
-        metrics.count_collective(op, group.group_desc, bytes_sent)
+    count()
 
 
 def _guarded(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None) -> None:
