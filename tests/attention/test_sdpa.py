@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_contract import CASES, LATENT, Case, check, make_sequences, make_shard
 
-from megatron_dcp.attention import AttentionBatch, choose_backend, sdpa
+from megatron_dcp.attention import AttentionBatch, sdpa
 from megatron_dcp.attention.pieces import Unit
 from megatron_dcp.attention.sdpa import SDPABackend, fused, plain
 from megatron_dcp.shard import Shard
@@ -175,18 +175,6 @@ def test_batch_where_nobody_sees_a_key() -> None:
     nothing = torch.full((4, 2, 16), torch.nan)
     out, lse = backend.attend(torch.randn(3, 4, 16), Shard(nothing, nothing), plan, scale=0.1)
     assert (out == 0).all() and (lse == -torch.inf).all()
-
-
-def test_choose_backend() -> None:
-    spec = Case(sequences=(), head_dim=64, dtype=torch.bfloat16).spec()
-    chosen = choose_backend("auto", spec)
-    assert chosen.backend.name == "sdpa" and chosen.reason.startswith("sdpa: ") and chosen.spec is spec
-    assert choose_backend("sdpa", spec).reason == "sdpa: asked for"
-    with pytest.raises(ValueError, match="backend='none' is not known; use one of auto, sdpa"):
-        choose_backend("none", spec)
-    for name in ("auto", "sdpa"):
-        with pytest.raises(ValueError, match=r"cannot serve .*dtype=torch.int16 .*only float32, bfloat16"):
-            choose_backend(name, replace(spec, dtype=torch.int16))
 
 
 @pytest.mark.parametrize("keys", [1, 7, 8, 15, 16, 17, 40])
