@@ -5,9 +5,10 @@ Shapes: ``t`` query tokens of a set, ``s`` virtual sequences, ``N`` query heads,
 The LSE comes as ``[t, N]``, fp32, to the base 2. Which pages a sequence has is said in compressed rows: all page
 numbers one after the other (``indices``), where each sequence's start (``indptr``), and keys in its last page.
 
-A wrapper is planned on the CPU, once per step, with the scale of the scores among its arguments; a contract's plan does
-not know that yet, so the first layer's call plans. Wrappers hold 8 MiB on the GPU and as much in pinned memory: one
-that no plan needs any more serves the next step.
+A wrapper is planned on the CPU, once per step, with the scale of the scores among its arguments; a contract's plan
+does not know that yet, so the first layer's call plans. Wrappers hold 8 MiB on the GPU and as much in pinned memory, so
+there are few: one that no plan needs any more serves the next step, and where too many plans are alive (a prefill's
+slabs) the wrappers are planned for each in turn.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from megatron_dcp.shard import is_quantised
 
 REMEDY = 'pip install "megatron-dcp[flashinfer]"'
 WORKSPACE_BYTES = 128 << 20  # partials of keys that are split over the GPU; the size that FlashInfer recommends
+MAX_WRAPPERS = 8  # of a kind, on a device
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))  # of keys and values, that it compiles kernels for
 LATENT_DIMS = (576, 512)
 LATENT_ROWS = 128  # of a tile (tokens x heads): it loses keys at a causal tile's end where heads do not divide it
@@ -70,20 +72,33 @@ class Csr(NamedTuple):
         return Csr(*(torch.tensor(x, dtype=torch.int32) for x in numbers))
 
 
-@dataclass
+@dataclass(eq=False)
+class Wrapper:
+    """One of FlashInfer's wrappers.
+
+    Attributes:
+        user: The set that it is planned for, with which scale and dtype of the queries.
+        copied: When the GPU has what was planned last: until then the pinned memory must stay as it is.
+    """
+
+    made: Any
+    user: weakref.ref[Planning] | None = None
+    scale: float = 0.0
+    q_dtype: torch.dtype | None = None
+    copied: torch.cuda.Event | None = None
+
+
+@dataclass(eq=False)
 class Planning:
-    """A set's wrapper, and what it is planned with when the scale is known.
+    """A set, and the wrapper that it had last.
 
     Attributes:
         kind: Of the wrapper: ``decode``, ``prefill`` or ``latent``.
-        scale, q_dtype: With which it was planned last; ``None``: not for this batch.
     """
 
     kind: str
-    wrapper: Any
     csr: Csr
-    scale: float | None = None
-    q_dtype: torch.dtype | None = None
+    wrapper: Wrapper | None = None
 
 
 class FlashInferBackend(LibraryBackend):
@@ -96,7 +111,7 @@ class FlashInferBackend(LibraryBackend):
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Tensor] = {}
-        self._free: dict[tuple[str, torch.device], list[Any]] = {}
+        self._wrappers: dict[tuple[str, torch.device], list[Wrapper]] = {}  # the one planned last at the end
 
     def supports(self, spec: AttentionSpec) -> str | None:
         dtypes = HALF if spec.v_in_k else (*HALF, torch.float8_e4m3fn)
@@ -120,19 +135,33 @@ class FlashInferBackend(LibraryBackend):
     def _prepare(self, lists: RowLists, rows: Rows, spec: AttentionSpec, *, refreshed: bool) -> Planning:
         single = rows.max_q == 1 and spec.head_dim == spec.v_dim
         kind = "latent" if spec.v_in_k else "decode" if single else "prefill"
-        csr = Csr.of(lists, spec.block_size)
+        state = Planning(kind, Csr.of(lists, spec.block_size))
         if refreshed:
             pages = len(lists.tables) * (rows.max_kv // spec.block_size)
-            return Planning(kind, self._make(kind, spec.device, csr, pages), csr)
-        free = self._free.setdefault((kind, spec.device), [])
-        planning = Planning(kind, free.pop() if free else self._make(kind, spec.device), csr)
-        weakref.finalize(planning, free.append, planning.wrapper)
-        return planning
+            state.wrapper = Wrapper(self._make(kind, spec.device, state.csr, pages), weakref.ref(state))
+        return state
 
     def _prepare_again(self, lists: RowLists, state: Planning, spec: AttentionSpec) -> None:
         state.csr = Csr.of(lists, spec.block_size)
-        if state.scale is not None and state.q_dtype is not None:  # a graph's replay makes no call that could plan
-            self._plan_wrapper(state, spec, state.scale, state.q_dtype, causal=False)
+        wrapper = state.wrapper
+        if wrapper is not None and wrapper.q_dtype is not None:  # a graph's replay makes no call that could plan
+            self._plan_wrapper(wrapper, state, spec, wrapper.scale, wrapper.q_dtype, causal=False)
+
+    def _wrapper_for(self, state: Planning, device: torch.device) -> Wrapper:
+        """The set's own wrapper, or one that it can have."""
+        if state.wrapper is not None and state.wrapper.user is not None and state.wrapper.user() is state:
+            return state.wrapper
+        wrappers = self._wrappers.setdefault((state.kind, device), [])
+        idle = (one for one in wrappers if one.user is None or one.user() is None)
+        wrapper = next(idle, wrappers[0] if len(wrappers) >= MAX_WRAPPERS else None)
+        if wrapper is None:
+            wrapper = Wrapper(self._make(state.kind, device))
+        else:
+            wrappers.remove(wrapper)
+        wrappers.append(wrapper)
+        wrapper.user, wrapper.q_dtype = weakref.ref(state), None
+        state.wrapper = wrapper
+        return wrapper
 
     def _make(self, kind: str, device: torch.device, csr: Csr | None = None, pages: int = 0) -> Any:
         """A new wrapper.
@@ -187,12 +216,21 @@ class FlashInferBackend(LibraryBackend):
         )
 
     def _plan_wrapper(
-        self, state: Planning, spec: AttentionSpec, scale: float, q_dtype: torch.dtype, *, causal: bool
+        self,
+        wrapper: Wrapper,
+        state: Planning,
+        spec: AttentionSpec,
+        scale: float,
+        q_dtype: torch.dtype,
+        *,
+        causal: bool,
     ) -> None:
-        csr, wrapper = state.csr, state.wrapper
+        csr, made = state.csr, wrapper.made
+        if wrapper.copied is not None:
+            wrapper.copied.synchronize()
         dtypes: dict[str, Any] = {"q_data_type": q_dtype, "kv_data_type": spec.dtype, "sm_scale": scale}
         if state.kind == "latent":
-            wrapper.plan(
+            made.plan(
                 metadata=library().module.mla.MLAPlanMetadata.csr(csr.qo_indptr, csr.indptr, csr.indices, csr.kv_lens),
                 num_heads=spec.heads,
                 head_dim_ckv=spec.v_dim,
@@ -213,9 +251,9 @@ class FlashInferBackend(LibraryBackend):
             )
             scaled: dict[str, Any] = {"use_token_head_sf": True} if is_quantised(spec.dtype) else {}
             if state.kind == "decode":
-                wrapper.plan(*pages, spec.block_size, **dtypes, **scaled)
+                made.plan(*pages, spec.block_size, **dtypes, **scaled)
             else:
-                wrapper.plan(
+                made.plan(
                     csr.qo_indptr,
                     *pages,
                     spec.block_size,
@@ -224,16 +262,20 @@ class FlashInferBackend(LibraryBackend):
                     **dtypes,
                     **scaled,
                 )
-        state.scale, state.q_dtype = scale, q_dtype
+        wrapper.scale, wrapper.q_dtype = scale, q_dtype
+        if spec.device.type == "cuda":
+            wrapper.copied = torch.cuda.Event()
+            wrapper.copied.record()
 
     def _call(
         self, q_tNH: Tensor, pages: Pages, rows: Rows, state: Planning, spec: AttentionSpec, scale: float
     ) -> tuple[Tensor, Tensor]:
-        if (state.scale, state.q_dtype) != (scale, q_tNH.dtype):
-            self._plan_wrapper(state, spec, scale, q_tNH.dtype, causal=rows.causal)
+        wrapper = self._wrapper_for(state, spec.device)
+        if (wrapper.scale, wrapper.q_dtype) != (scale, q_tNH.dtype):
+            self._plan_wrapper(wrapper, state, spec, scale, q_tNH.dtype, causal=rows.causal)
         if state.kind == "latent":
-            out_tNV, lse_tN = state.wrapper.run(query=q_tNH, kv_cache=pages.k.squeeze(2), return_lse=True)
+            out_tNV, lse_tN = wrapper.made.run(query=q_tNH, kv_cache=pages.k.squeeze(2), return_lse=True)
         else:
             scales: dict[str, Any] = {} if pages.k_scale is None else {"kv_cache_sf": (pages.k_scale, pages.v_scale)}
-            out_tNV, lse_tN = state.wrapper.run(q_tNH, (pages.k, pages.v), return_lse=True, **scales)
+            out_tNV, lse_tN = wrapper.made.run(q_tNH, (pages.k, pages.v), return_lse=True, **scales)
         return out_tNV, lse_tN * math.log(2)

@@ -19,7 +19,7 @@ import torch
 from attention_contract import CASES, LATENT, Case, check, make_sequences, make_shard
 from standins import paged
 
-from megatron_dcp.attention import AttentionBatch, libraries
+from megatron_dcp.attention import AttentionBatch, flashinfer, libraries
 from megatron_dcp.attention.flash import FlashBackend
 from megatron_dcp.attention.flash_mla import FlashMLABackend
 from megatron_dcp.attention.flashinfer import FlashInferBackend
@@ -293,20 +293,28 @@ def test_flash_mla_does_not_keep_a_schedule_in_a_refreshed_plan(install: Callabl
     assert backend.plan(batch, case.spec()).states != [None]
 
 
-def test_flashinfer_uses_a_wrapper_again_once_no_plan_has_it(install: Callable[[Machine], LibraryBackend]) -> None:
+def test_flashinfer_has_few_wrappers_however_many_plans(
+    install: Callable[[Machine], LibraryBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine = MACHINES[3]
+    monkeypatch.setattr(flashinfer, "MAX_WRAPPERS", 3)
     backend = install(machine)
-    case = decode_case(machine, (9, 300))
-    batch, shard = make_shard(case, make_sequences(case), 0)
-    one, other = (backend.plan(batch, case.spec()) for _ in range(2))
-    wrappers = {id(plan.states[0].wrapper) for plan in (one, other)}
-    assert len(wrappers) == 2, "both plans are in use"
-    expected = run(backend, case, one, batch, shard)
-    del one, other
-    third = backend.plan(batch, case.spec())
-    assert id(third.states[0].wrapper) in wrappers
-    assert all(map(torch.equal, run(backend, case, third, batch, shard), expected))
-    assert len(backend._workspaces) == 1  # type: ignore[attr-defined]
+    assert isinstance(backend, FlashInferBackend)
+    cases = [decode_case(machine, (9, 300 + n)) for n in range(5)]
+    shards = [make_shard(case, make_sequences(case), 0) for case in cases]
+    expected = [
+        run(backend, case, backend.plan(batch, case.spec()), batch, shard)
+        for case, (batch, shard) in zip(cases, shards, strict=True)
+    ]
+    (wrappers,) = backend._wrappers.values()
+    assert len(wrappers) == 1, "no plan was alive beside another"
+    plans = [backend.plan(batch, case.spec()) for case, (batch, _) in zip(cases, shards, strict=True)]
+    for _ in range(2):
+        for case, plan, (batch, shard), one in zip(cases, plans, shards, expected, strict=True):
+            for _layer in range(2):
+                assert all(map(torch.equal, run(backend, case, plan, batch, shard), one))
+    assert len(wrappers) == 3
+    assert len(backend._workspaces) == 1
 
 
 def test_flashinfer_plans_again_for_another_scale(install: Callable[[Machine], LibraryBackend]) -> None:
