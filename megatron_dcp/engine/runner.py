@@ -109,7 +109,7 @@ class ModelRunner:
         self.expanded = None
         if self.latent is not None:
             spec = expanded_spec(self.attentions[0].spec, self.latent, self.dtype)
-            self.expanded = choose_backend("auto", spec)
+            self.expanded = choose_backend("auto", spec, environment=False)
         self.num_blocks, self.window = self._pool_sizes(own, cache)
         self.pools = tuple(self._make_pool(kind, own.count(window)) for kind, window in enumerate(self.windows))
         self.rotaries = [rotary_table(self.model, window=window is not None) for window in self.windows]
