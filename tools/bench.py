@@ -12,6 +12,7 @@ import argparse
 import bench_convert
 import bench_decode
 import bench_driver
+import bench_kernels
 import bench_mla
 import bench_prefill
 import bench_serve
@@ -23,6 +24,7 @@ def main() -> None:
     bench_convert.add_command(commands)
     bench_decode.add_command(commands)
     bench_driver.add_command(commands)
+    bench_kernels.add_command(commands)
     bench_mla.add_command(commands)
     bench_prefill.add_command(commands)
     bench_serve.add_command(commands)

@@ -14,7 +14,6 @@ from megatron_dcp import kernels
 from megatron_dcp.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, BatchTensors
 from megatron_dcp.shard import Shard
 
-PROGRAMS_PER_SM = 4
 STEPS_PER_SPLIT = 4  # fewer, and writing and merging partials costs more than the keys
 MAX_SPLITS = 128
 
@@ -67,19 +66,20 @@ class PagedBackend(AttentionBackend[PagedPlan]):
 
         many_tokens = max(batch.q_lens, default=1) > 1
         most_rows = max(batch.q_lens, default=1) * spec.group
-        rows, step, *_ = tiling(spec.head_dim, spec.v_dim, spec.v_in_k, spec.dtype, most_rows)
+        tile = tiling(spec.head_dim, spec.v_dim, spec.v_in_k, spec.dtype, most_rows)
         tiles = [
-            (sequence, row) for sequence, q_len in enumerate(batch.q_lens) for row in range(0, q_len * spec.group, rows)
+            (sequence, row)
+            for sequence, q_len in enumerate(batch.q_lens)
+            for row in range(0, q_len * spec.group, tile.rows)
         ]
         longest = blocks * spec.block_size or max(batch.visible, default=0)
-        programs = max(1, len(tiles) * spec.kv_heads)
-        splits = min(-(-longest // (STEPS_PER_SPLIT * step)), -(-_wanted_programs(spec.device) // programs), MAX_SPLITS)
+        most = min(MAX_SPLITS, longest // (STEPS_PER_SPLIT * tile.keys))
         return PagedPlan(
             spec=spec,
             tensors=batch.tensors(spec.device, blocks),
             tiles=torch.tensor(tiles, dtype=torch.int32).reshape(-1, 2).to(spec.device),
-            rows=rows,
-            splits=max(1, splits),
+            rows=tile.rows,
+            splits=_splits(len(tiles) * spec.kv_heads, tile.resident * _multiprocessors(spec.device), most),
             many_tokens=many_tokens,
         )
 
@@ -100,8 +100,18 @@ class PagedBackend(AttentionBackend[PagedPlan]):
         )  # fmt: skip
 
 
-def _wanted_programs(device: torch.device) -> int:
-    """That keep the device busy whatever their lengths; without a GPU (the interpreter) a few."""
-    if device.type != "cuda":
-        return 2 * PROGRAMS_PER_SM
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+def _splits(programs: int, at_a_time: int, most: int) -> int:
+    """Into how many parts the work of ``programs`` equal programs is cut: the fewest that take within 10 % of the least
+    time, where ``at_a_time`` programs run together and the next ones when these are done."""
+
+    def time(splits: int) -> float:
+        return -(-programs * splits // at_a_time) / splits
+
+    choices = range(1, max(1, most) + 1)
+    least = min(map(time, choices))
+    return next(splits for splits in choices if time(splits) <= 1.1 * least)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; the interpreter gets a few, so that its tests split their keys."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16

@@ -11,6 +11,8 @@ how long these parts are is read on the device: a captured launch serves other l
 Sources: Dao 2022 and 2023 (FlashAttention), Dao et al. 2023 (Flash-Decoding).
 """
 
+# mypy: disable-error-code="no-untyped-def", allow-untyped-decorators
+# What Triton compiles is no Python that could be typed.
 from __future__ import annotations
 
 import math
@@ -58,24 +60,31 @@ def dims(head_dim: int, v_dim: int, v_in_k: bool) -> Dims:
 
 
 class Tiling(NamedTuple):
-    """Launch parameters: rows and keys of a step, warps and stages of the pipeline."""
+    """Launch parameters: rows and keys of a step, warps, stages of the pipeline, programs that an SM runs at a time."""
 
     rows: int
     keys: int
     warps: int
     stages: int
+    resident: int
 
 
 def tiling(head_dim: int, v_dim: int, v_in_k: bool, dtype: torch.dtype, most_rows: int) -> Tiling:
-    """Launch parameters for a pool of such keys, whose sequences have at most ``most_rows`` rows."""
+    """Launch parameters for a pool of such keys, whose sequences have at most ``most_rows`` rows.
+
+    As compiled for capability 9.0 these spill no registers (``tests/kernels/test_compiled.py``).
+    """
     read = dims(head_dim, v_dim, v_in_k).read
-    # fp32 products take no tensor cores, so that more rows would only take registers
-    rows = 16 if dtype == torch.float32 else min(MAX_ROWS, _power(most_rows))
-    size = max(2, dtype.itemsize)  # 8 bits are widened before the product
+    wide = read >= 512
+    # fp32 products take no tensor cores, so that more rows would only take registers; 8 bits are widened in registers
+    limit = 16 if dtype == torch.float32 else MAX_ROWS // 2 if wide and is_quantised(dtype) else MAX_ROWS
+    rows = min(limit, _power(most_rows))
+    size = max(2, dtype.itemsize)
     keys = STEP_BYTES // (read * size)
     keys = max(32 if size == 2 else 16, min(128, 1 << max(0, keys.bit_length() - 1)))
-    wide = read >= 512
-    return Tiling(rows, keys, 8 if wide else 4, 2 if wide else 3)
+    # Keys wait for the block table, so two steps of keys are in flight with five stages.
+    stages = 5 if rows == 16 else 2 if wide else 3
+    return Tiling(rows, keys, 8 if wide else 4, stages, 1 if wide else 3)
 
 
 @triton.jit
@@ -256,6 +265,6 @@ def paged_attention(
 
 
 @paged_attention.register_fake
-def _(q_TNH, k_SKH, v_SKV, *rest):  # type: ignore[no-untyped-def]
+def _(q_TNH, k_SKH, v_SKV, *rest):
     T, N, _ = q_TNH.shape
     return q_TNH.new_empty(T, N, v_SKV.shape[2], dtype=torch.float32), q_TNH.new_empty(T, N, dtype=torch.float32)
