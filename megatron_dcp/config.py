@@ -192,9 +192,9 @@ class EngineConfig:
             deal them out, and pass keys and values, or queries, around for attention; ``auto``: whichever of these
             sends fewer bytes, and no dealing out of a few tokens; ``replicated``: every rank computes all of them. In
             ``within_tp`` always the last.
-        backend: Attention back end: ``te``, ``flash``, ``flashinfer``, ``flash_mla``, ``triton`` or ``sdpa``. ``auto``: what the
-            environment variable ``MEGATRON_DCP_BACKEND`` names, else the first of these that can serve the model here;
-            ``megatron-dcp env`` shows which can, and why others cannot.
+        backend: Attention back end: ``te``, ``flash``, ``flashinfer``, ``flash_mla``, ``triton`` or ``sdpa``. ``auto``:
+            what the environment variable ``MEGATRON_DCP_BACKEND`` names, else the first of these that can serve the
+            model here; ``megatron-dcp env`` shows which can, and why others cannot.
         cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed: ``full`` with the exchanges in them,
             ``piecewise`` with the exchanges (and experts) between them.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
