@@ -197,6 +197,8 @@ class EngineConfig:
             model here; ``megatron-dcp env`` shows which can, and why others cannot.
         cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed: ``full`` with the exchanges in them,
             ``piecewise`` with the exchanges (and experts) between them.
+        symmetric_memory: Let small exchanges between the GPUs of one machine go by torch's symmetric memory rather than
+            NCCL.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
             with the same tokens. A live model starts every call afresh.
         num_draft_tokens: Tokens that are proposed per step by looking for the last ones earlier in the text (prompt
@@ -210,12 +212,14 @@ class EngineConfig:
     prefill: PrefillName = "auto"
     backend: str = "auto"
     cuda_graphs: CudaGraphs = "none"
+    symmetric_memory: bool = False
     prefix_caching: bool = True
     num_draft_tokens: int = 0
     log_interval_s: float = 10.0
 
     def __post_init__(self) -> None:
         check_flag("prefix_caching", self.prefix_caching)
+        check_flag("symmetric_memory", self.symmetric_memory)
         check_at_least("num_draft_tokens", self.num_draft_tokens, 0)
         number = isinstance(self.log_interval_s, int | float) and not isinstance(self.log_interval_s, bool)
         if not number or not self.log_interval_s >= 0:

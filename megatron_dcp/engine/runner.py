@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_dcp.attention import Attention, AttentionBatch, AttentionSpec, choose_backend
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+from megatron_dcp.comm import symmetric
 from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.comm.consensus import agree
 from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
@@ -130,6 +131,9 @@ class ModelRunner:
             experts_over_dcp=bool(config.num_moe_experts) and experts_over_dcp(groups),
             metrics=metrics,
         )
+        if engine.symmetric_memory:
+            for group in (groups.dcp, groups.tp_dcp):
+                symmetric.enable(group, self.device)
         self.graphs = None if engine.cuda_graphs == "none" else DecodeGraphs(self, engine.cuda_graphs)
 
     @property
