@@ -235,11 +235,13 @@ def _around(turns: Turns, step: str, shape: Shape, ranks: int, tokens: int) -> R
         out, lse = packed[..., :-1], packed[..., -1]
         if step == "merge":
             calls.append(lambda out=out, lse=lse: choice.merge_partials(out, lse))
-        elif step == "pack":
-            calls.append(lambda out=out[0].contiguous(), lse=lse[0].contiguous(): choice.pack(out, lse))
+            continue
+        own_out, own_lse = out[0].contiguous(), lse[0].contiguous()
+        if step == "pack":
+            calls.append(lambda out=own_out, lse=own_lse: choice.pack(out, lse))
         else:
             lses = torch.randn(ranks, tokens, heads, device=turns.device)
-            calls.append(lambda out=out[0].contiguous(), lses=lses: choice.share_of(out, lses, 0))
+            calls.append(lambda out=own_out, lses=lses: choice.share_of(out, lses, 0))
     return turns.measure(calls, moved)
 
 
