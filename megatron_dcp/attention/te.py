@@ -113,6 +113,8 @@ def lse_of(stats: Tensor, cu_q_lens: Tensor, tokens: int) -> Tensor:
     sequence's own."""
     if stats.dim() == 3:
         return stats[:tokens, :, 0]
+    if stats.shape[2] == 1:
+        return stats[..., 0, 0]
     token = torch.arange(tokens, device=stats.device, dtype=torch.int32)
     sequence = torch.searchsorted(cu_q_lens, token, right=True) - 1
     return stats[sequence, :, token - cu_q_lens[sequence], 0]

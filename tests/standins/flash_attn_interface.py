@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from standins import paged
 
 
@@ -40,7 +38,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse=False,
 ):
     assert k is None and v is None and q.dtype == k_cache.dtype == v_cache.dtype
-    assert q.dtype in (torch.bfloat16, torch.float16)
+    assert q.dtype in paged.HALF
     dim, v_dim = q.shape[-1], v_cache.shape[-1]
     assert dim == k_cache.shape[-1] <= 256 and dim % 8 == v_dim % 8 == 0
     assert dim == v_dim or (128 < dim <= 192 and 96 < v_dim <= 128) or (dim <= 64 and v_dim <= 512)

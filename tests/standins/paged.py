@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 ROUNDED = True  # outputs come in the queries' dtype, as a library returns them; else in fp32, for tight tolerances
 
 
