@@ -1,8 +1,8 @@
 """Small collectives by reading the other ranks' memory: torch's symmetric memory, for groups inside one machine.
 
-The exchange of a decode step is a few hundred kilobytes at most, where a collective of NCCL costs its start rather than
-its bytes. Here every rank writes its part into a buffer that all ranks of the group have mapped, waits for the others on
-the GPU, and reads theirs: no communicator, no host. Sums are made in rank order, so all ranks get the same bits.
+The exchange of a decode step is a few hundred kilobytes at most, where a collective of NCCL costs its start rather
+than its bytes. Here every rank writes its part into a buffer that all ranks of the group have mapped, waits for the
+others on the GPU, and reads theirs: no communicator, no host. Sums are made in rank order, so all get the same bits.
 """
 
 from __future__ import annotations
