@@ -25,9 +25,9 @@ setup(
         "transformers>=4.57",
     ],
     extras_require={
-        "te": ["transformer-engine[pytorch]>=2.9"],
+        "te": ["transformer-engine[pytorch]>=2.15"],
         "flash": ["flash-attn>=2.8"],
-        "flashinfer": ["flashinfer-python>=0.5"],
+        "flashinfer": ["flashinfer-python>=0.7.4"],
         "serve": ["fastapi>=0.115", "prometheus_client>=0.20", "uvicorn>=0.30"],
         "plot": ["matplotlib>=3.9"],
         "test": [

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megatron_dcp._cpu import default_device, megatron_on_cpu
     from megatron_dcp._mcore import build_model, local_layer_spec
-    from megatron_dcp.checkpoint import convert, load_model
+    from megatron_dcp.checkpoint.convert import convert
+    from megatron_dcp.checkpoint.load import load_model
     from megatron_dcp.config import CacheConfig, EngineConfig, ParallelConfig
     from megatron_dcp.engine.async_llm import AsyncLLM, StreamOutput
     from megatron_dcp.engine.llm import LLM, Token

@@ -13,6 +13,7 @@ DcpLayout = Literal["orthogonal", "within_tp"]
 ExchangeName = Literal["fold", "all_reduce", "ag_rs", "a2a"]
 PrefillName = Literal["auto", "pass_kv", "pass_q", "replicated"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+CudaGraphs = Literal["none", "piecewise", "full"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
 DEFAULT_EXCHANGE: dict[str, ExchangeName] = {"orthogonal": "fold", "within_tp": "a2a"}
@@ -191,7 +192,13 @@ class EngineConfig:
             deal them out, and pass keys and values, or queries, around for attention; ``auto``: whichever of these
             sends fewer bytes, and no dealing out of a few tokens; ``replicated``: every rank computes all of them. In
             ``within_tp`` always the last.
-        backend: Attention back end; ``auto`` picks by capability and says why.
+        backend: Attention back end: ``te``, ``flash``, ``flashinfer``, ``flash_mla``, ``triton`` or ``sdpa``. ``auto``:
+            what the environment variable ``MEGATRON_DCP_BACKEND`` names, else the first of these that can serve the
+            model here; ``megatron-dcp env`` shows which can, and why others cannot.
+        cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed: ``full`` with the exchanges in them,
+            ``piecewise`` with the exchanges (and experts) between them.
+        symmetric_memory: Let small exchanges between the GPUs of one machine go by torch's symmetric memory rather than
+            NCCL.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
             with the same tokens. A live model starts every call afresh.
         num_draft_tokens: Tokens that are proposed per step by looking for the last ones earlier in the text (prompt
@@ -204,12 +211,15 @@ class EngineConfig:
     exchange: ExchangeName | None = None
     prefill: PrefillName = "auto"
     backend: str = "auto"
+    cuda_graphs: CudaGraphs = "none"
+    symmetric_memory: bool = False
     prefix_caching: bool = True
     num_draft_tokens: int = 0
     log_interval_s: float = 10.0
 
     def __post_init__(self) -> None:
         check_flag("prefix_caching", self.prefix_caching)
+        check_flag("symmetric_memory", self.symmetric_memory)
         check_at_least("num_draft_tokens", self.num_draft_tokens, 0)
         number = isinstance(self.log_interval_s, int | float) and not isinstance(self.log_interval_s, bool)
         if not number or not self.log_interval_s >= 0:
@@ -217,6 +227,7 @@ class EngineConfig:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
         check_choice("prefill", self.prefill, get_args(PrefillName))
+        check_choice("cuda_graphs", self.cuda_graphs, get_args(CudaGraphs))
         if self.exchange is not None:
             check_choice("exchange", self.exchange, get_args(ExchangeName))
 

@@ -98,7 +98,7 @@ def initialize_model_parallel(
     minutes = given.get("distributed_timeout_minutes")
     timeout = None if minutes is None else timedelta(minutes=minutes)
     wanted = dcp_groups(table, parallel)
-    made, created = _make_groups(wanted, table, megatron, timeout)
+    made, created = _make_groups(wanted, table, megatron, timeout, given.get("nccl_communicator_config_path"))
     driver = drivers(table | wanted)[dist.get_rank()]
     _state = _State(
         parallel=parallel, **made, driver=driver, created=created, made_megatron=not attach, world=dist.group.WORLD
@@ -313,7 +313,11 @@ def _gather_megatron_groups() -> tuple[dict[str, Groups], dict[str, ProcessGroup
 
 
 def _make_groups(
-    wanted: dict[str, Groups], table: dict[str, Groups], megatron: dict[str, ProcessGroup], timeout: timedelta | None
+    wanted: dict[str, Groups],
+    table: dict[str, Groups],
+    megatron: dict[str, ProcessGroup],
+    timeout: timedelta | None,
+    nccl_config: str | None,
 ) -> tuple[dict[str, ProcessGroup], tuple[ProcessGroup, ...]]:
     """This rank's group of every wanted name, and those of them that are new.
 
@@ -326,8 +330,9 @@ def _make_groups(
     for name, groups in wanted.items():
         group = next((group for members, group in known if members == groups), None)
         if group is None:
+            options = _nccl_options(name, nccl_config)
             for ranks in groups:  # new_group must be called by all ranks for all groups, members or not
-                new = dist.new_group(ranks, timeout=timeout, group_desc=f"DCP_{name.upper()}")
+                new = dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=f"DCP_{name.upper()}")
                 if dist.get_rank() in ranks:
                     group = new
             assert group is not None
@@ -335,3 +340,23 @@ def _make_groups(
             known.append((groups, group))
         made[name] = group
     return made, tuple(created)
+
+
+def _nccl_options(name: str, config_path: str | None) -> Any:
+    """Options of a new communicator; ``None`` where it is not NCCL's.
+
+    A decode step waits for its exchanges, so these run on streams of high priority, unless the file that Megatron's
+    ``nccl_communicator_config_path`` names says otherwise: its sections ``dcp``, ``tp_dcp`` and ``replica`` are for
+    these groups.
+    """
+    if "nccl" not in dist.get_backend():
+        return None
+    from megatron.core.parallel_state import get_nccl_options
+
+    settings: dict[str, Any] = {}
+    if config_path is not None:
+        import yaml  # type: ignore[import-untyped]
+
+        with open(config_path, encoding="utf-8") as file:
+            settings = yaml.safe_load(file) or {}
+    return get_nccl_options(name, {name: {"is_high_priority_stream": True, **settings.get(name, {})}})

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import torch
 
-from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, PrefillName
+from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, KVCacheDtype, PrefillName
 from megatron_dcp.engine.llm import LLM
 from megatron_dcp.engine.loading import initialize_groups
 
@@ -43,6 +43,12 @@ def add_dcp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         help="consecutive tokens on one dcp rank; divides the block size",
     )
     group.add_argument("--dcp-block-size", type=int, default=cache.block_size, help="tokens of a block on one rank")
+    group.add_argument(
+        "--dcp-kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default=cache.kv_cache_dtype,
+        help="what keys and values are stored in; auto: the model's dtype",
+    )
     size = group.add_mutually_exclusive_group()
     size.add_argument("--dcp-num-blocks", type=int, help="blocks of the KV pool on every rank")
     size.add_argument("--dcp-bytes-per-rank", type=int, help="most bytes of the KV pool on every rank")
@@ -106,6 +112,7 @@ def llm_from_args(args: argparse.Namespace, model: torch.nn.Module | Sequence[to
         kv_interleave_size=args.dcp_kv_interleave_size,
         num_blocks=args.dcp_num_blocks,
         bytes_per_rank=args.dcp_bytes_per_rank,
+        kv_cache_dtype=args.dcp_kv_cache_dtype,
     )
     engine = EngineConfig(
         max_num_seqs=args.dcp_max_num_seqs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import torch
 from megatron_models import (
@@ -17,6 +18,7 @@ from megatron_models import (
 
 from megatron_dcp import parallel_state
 from megatron_dcp.config import CacheConfig, EngineConfig
+from megatron_dcp.model_config import MLAConfig
 
 BLOCK = 4
 
@@ -36,8 +38,13 @@ def wanted_logits(oracle, texts, lens):
 
 def largest_error(runner, wanted, texts, lens, chunk=10**9):
     """Largest logit difference, as a share of the wanted logits' range, over all texts and steps."""
+    return largest_share(forced_logits(runner, texts, lens, chunk), wanted)
+
+
+def largest_share(logits, wanted):
+    """The same of logits that are there."""
     worst = 0.0
-    for got, want in zip(forced_logits(runner, texts, lens, chunk), wanted, strict=True):
+    for got, want in zip(logits, wanted, strict=True):
         want = want[:, : got.shape[1]]
         assert got.shape == want.shape
         worst = max(worst, float((got - want).abs().max() / (want.max() - want.min())))
@@ -59,7 +66,7 @@ def sharded_errors(rank, world, tp, dcp, layout, changes, settings, experts=None
         interleave, exchange, chunk, prefill = (*setting, "auto")[:4]
         cache = CacheConfig(block_size=BLOCK, kv_interleave_size=interleave, num_blocks=300)
         runner = make_runner(model, config, cache=cache, engine=EngineConfig(exchange=exchange, prefill=prefill))
-        for k_SKH, v_SKH in map(runner.pools[0].layer, range(config.num_layers)):
+        for k_SKH, v_SKH, *_ in map(runner.pools[0].layer, range(config.num_layers)):
             k_SKH.fill_(torch.nan), v_SKH.fill_(torch.nan)
         errors[setting] = largest_error(runner, wanted, texts, lens, chunk)
     return errors
@@ -74,3 +81,17 @@ ORTHOGONAL = [
     (1, "a2a", 13, "pass_q"),
     (1, None, 10**9, "auto"),
 ]
+
+SIZES: dict[str, Any] = dict(q_lora_rank=24, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.6,
+}
+
+
+def mla(rope_scaling: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    """Fields of a ``ModelConfig`` with latent attention of four heads."""
+    return dict(num_query_groups=4, mla=MLAConfig(**{**SIZES, **changes}), rope_scaling=rope_scaling)

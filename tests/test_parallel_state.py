@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import socket
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -322,3 +324,23 @@ def alone(rank: int, world: int) -> tuple[int, dict]:
 
 def test_one_process_without_torchrun() -> None:
     assert run_on_ranks(1, alone) == [(1, {name: [0] for name in FIELDS.values()})]
+
+
+def test_nccl_options_of_the_new_communicators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """High priority unless Megatron's file says otherwise; none for gloo."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.is_high_priority_stream, self.config = is_high_priority_stream, SimpleNamespace()
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "gloo")
+    assert parallel_state._nccl_options("dcp", None) is None
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: "cpu:gloo,cuda:nccl")
+    options = parallel_state._nccl_options("dcp", None)
+    assert options.is_high_priority_stream and not vars(options.config)
+    file = tmp_path / "nccl.yaml"
+    file.write_text("dcp: {max_ctas: 4, is_high_priority_stream: false}\ntp: {max_ctas: 32}\n")
+    options = parallel_state._nccl_options("dcp", str(file))
+    assert not options.is_high_priority_stream and vars(options.config) == {"max_ctas": 4}
+    assert parallel_state._nccl_options("tp_dcp", str(file)).is_high_priority_stream

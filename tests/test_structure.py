@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
 # Left to right: a module imports what stands left of it, and its own part; parts of one level are strangers.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("config", "metrics", "merge", "shard"),
+    ("capture",),
     ("rank_groups", "distributed", "model_config", "core_attention", "gemma"),
     ("rope", "router"),
     ("_cpu", "_mcore"),

@@ -19,7 +19,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.jit")  # Megatr
 
 import torch.distributed as dist  # noqa: E402
 
-from megatron_dcp import LLM, SamplingParams  # noqa: E402
+from megatron_dcp import LLM, CacheConfig, SamplingParams  # noqa: E402
 
 HERE = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
 sys.path.insert(0, str(HERE))
@@ -34,8 +34,14 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=20, help="texts; each has one fact per depth")
     parser.add_argument("--tokens", type=int, default=4200, help="length of the text")
     parser.add_argument("--seed", type=int, default=1000)
+    parser.add_argument("--kv-cache-dtype", default="auto", help="see CacheConfig")
     args = parser.parse_args()
-    llm = LLM(args.checkpoint, tensor_model_parallel_size=args.tp, decode_context_parallel_size=args.dcp)
+    llm = LLM(
+        args.checkpoint,
+        tensor_model_parallel_size=args.tp,
+        decode_context_parallel_size=args.dcp,
+        cache=CacheConfig(kv_cache_dtype=args.kv_cache_dtype),
+    )
     haystack = (HERE / "haystack.txt").read_text()
     depths = [step / 10 for step in range(11)]
     right = dict.fromkeys(depths, 0)

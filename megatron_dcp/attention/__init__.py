@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 from megatron_dcp.attention.base import (
@@ -13,14 +15,28 @@ from megatron_dcp.attention.base import (
     Planned,
     PoolOrder,
 )
+from megatron_dcp.attention.flash import FlashBackend
+from megatron_dcp.attention.flash_mla import FlashMLABackend
+from megatron_dcp.attention.flashinfer import FlashInferBackend
 from megatron_dcp.attention.paged import PagedBackend
 from megatron_dcp.attention.sdpa import SDPABackend
+from megatron_dcp.attention.te import TEBackend
 from megatron_dcp.config import check_choice
 
-BACKENDS: tuple[type[AttentionBackend[Any]], ...] = (PagedBackend, SDPABackend)  # best first
+BACKENDS: tuple[type[AttentionBackend[Any]], ...] = (  # best first
+    TEBackend,
+    FlashBackend,
+    FlashInferBackend,
+    FlashMLABackend,
+    PagedBackend,
+    SDPABackend,
+)
+VARIABLE = "MEGATRON_DCP_BACKEND"
+_log = logging.getLogger("megatron_dcp")
 
 __all__ = [
     "BACKENDS",
+    "VARIABLE",
     "Attention",
     "AttentionBackend",
     "AttentionBatch",
@@ -32,24 +48,31 @@ __all__ = [
 ]
 
 
-def choose_backend(name: str, spec: AttentionSpec) -> Attention:
+def choose_backend(name: str, spec: AttentionSpec, *, environment: bool = True) -> Attention:
     """Make the attention back end for a pool of this kind.
 
     Args:
-        name: A back end's name, or ``auto``: the first of ``BACKENDS`` that supports the pool.
+        name: A back end's name, or ``auto``: the one that the environment variable ``MEGATRON_DCP_BACKEND`` names, else
+            the first of ``BACKENDS`` that supports the pool.
+        environment: Whether the variable counts.
 
     Raises:
-        ValueError: ``name`` is not known, or cannot serve such a pool.
+        ValueError: The name is not known, or cannot serve such a pool.
     """
-    check_choice("backend", name, ("auto", *(backend.name for backend in BACKENDS)))
+    setting, source = "backend", "the configuration"
+    if name == "auto" and environment and os.environ.get(VARIABLE):
+        setting, source, name = VARIABLE, VARIABLE, os.environ[VARIABLE]
+    check_choice(setting, name, ("auto", *(backend.name for backend in BACKENDS)))
     refusals: list[str] = []
     for backend in (kind() for kind in BACKENDS if name in ("auto", kind.name)):
         refusal = backend.supports(spec)
         if refusal is None:
-            why = "asked for" if name != "auto" else "; ".join(["first that supports the pool", *refusals])
-            return Attention(backend, spec, f"{backend.name}: {why}")
-        refusals.append(f"{backend.name} does not: {refusal}")
+            chosen = f"{backend.name}: " + ("chosen" if name == "auto" else f"chosen by {source}")
+            reason = "; ".join([*refusals, chosen])
+            _log.info("attention: %s", reason)
+            return Attention(backend, spec, reason)
+        refusals.append(f"{backend.name}: {refusal}, skipped" if name == "auto" else f"{backend.name}: {refusal}")
     raise ValueError(
-        f"backend={name!r} cannot serve head_dim={spec.head_dim}, v_dim={spec.v_dim}, dtype={spec.dtype} on "
+        f"{setting}={name!r} cannot serve head_dim={spec.head_dim}, v_dim={spec.v_dim}, dtype={spec.dtype} on "
         f"{spec.device} ({'; '.join(refusals)}); use another backend or dtype"
     )

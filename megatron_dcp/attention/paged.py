@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_dcp import kernels
 from megatron_dcp.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, BatchTensors
+from megatron_dcp.kernels import unusable
 from megatron_dcp.shard import Shard
 
 STEPS_PER_SPLIT = 4  # fewer, and writing and merging partials costs more than the keys
@@ -51,7 +51,7 @@ class PagedBackend(AttentionBackend[PagedPlan]):
     refreshable = True
 
     def supports(self, spec: AttentionSpec) -> str | None:
-        if (reason := kernels.unusable(spec.device)) is not None:
+        if (reason := unusable(spec.device)) is not None:
             return reason
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8):
             return f"{spec.dtype} pools are not read, only float32, bfloat16, float16, float8_e4m3fn and int8"

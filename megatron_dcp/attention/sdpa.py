@@ -1,10 +1,10 @@
-"""Attention with what torch itself brings: the fused CPU kernel where it fits, two matrix products elsewhere.
+"""Attention with what torch itself brings: a fused kernel where one fits, two matrix products elsewhere.
 
 Shapes: ``T`` query tokens, ``S`` pool slots, ``N`` query heads, ``K`` KV heads, ``G = N // K``, ``H`` head dim, ``V``
 values' head dim; in one kernel call ``B`` parts, ``R`` rows (tokens x ``G``), ``C`` keys.
 
 The query heads of a group are folded into rows, so that a KV head's keys and values are read once for all of them.
-All arithmetic is fp32, whatever the pool stores: the fused kernel would round the partials of half-precision inputs to
+All arithmetic is fp32, whatever the pool stores: a fused kernel would round the partials of half-precision inputs to
 half precision, and then tokens depend on how many partials there are.
 """
 
@@ -16,6 +16,7 @@ from operator import eq
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_dcp.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
@@ -27,6 +28,7 @@ WORK_BYTES = 8 << 20  # fp32 keys and values of one call: large enough that call
 COPY_BYTES = 128 << 10  # keys and values that are gathered in about the time that one more call takes
 HEAD_BYTES = 1 << 20  # fp32 keys and values of one head that stay in a core's cache while many rows meet them
 MAX_ROWS = 512  # of one call: enough for the matrix products to run at full speed
+ALIGNED = 4  # fp32 numbers of 16 bytes: what torch's CUDA kernel loads at once
 
 
 class Stored(NamedTuple):
@@ -65,6 +67,30 @@ def plain(q_BKRH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, mask: Tensor | None, s
     weights_BKRC = scores_BKRC.sub_(peak_BKR1).exp_()
     total_BKR1 = weights_BKRC.sum(-1, keepdim=True)
     return torch.matmul(weights_BKRC, v_BKCV).div_(total_BKR1), (peak_BKR1 + total_BKR1.log()).squeeze(-1)
+
+
+def efficient(
+    q_BKRH: Tensor, k_BKCH: Tensor, v_BKCV: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same by torch's memory-efficient CUDA kernel: fp32, ``H`` and ``V`` multiples of 4, no scores held."""
+    rows = q_BKRH.shape[2]
+    if mask is not None:
+        columns = mask.shape[-1]
+        mask = F.pad(mask, (0, -columns % ALIGNED))[..., :columns]  # its rows start where a load can
+        mask = mask.expand(*q_BKRH.shape[:3], columns)
+    out_BKRV, lse_BKR, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q_BKRH, k_BKCH, v_BKCV, mask, True, scale=scale
+    )
+    return out_BKRV, lse_BKR[..., :rows]  # padded to a multiple of 32
+
+
+def pick_kernel(spec: AttentionSpec) -> Kernel:
+    """The kernel for such a pool on its device."""
+    if spec.device.type == "cpu" and spec.v_dim == spec.head_dim:
+        return fused
+    if spec.device.type == "cuda" and spec.head_dim % ALIGNED == spec.v_dim % ALIGNED == 0:
+        return efficient
+    return plain
 
 
 @dataclass(frozen=True)
@@ -110,13 +136,13 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, *, blocks: int = 0) -> SDPAPlan:
         kv_heads, head_dim, v_dim, group, device = spec.kv_heads, spec.head_dim, spec.v_dim, spec.group, spec.device
-        fits = device.type == "cpu" and v_dim == head_dim
+        kernel = pick_kernel(spec)
         key_bytes = kv_heads * (head_dim if spec.v_in_k else head_dim + v_dim) * 4
         tokens = max(1, MAX_ROWS // group)
         work_keys = max(1, WORK_BYTES // key_bytes)
         # A latent is read by two products: in parts that stay in the CPU's cache for the second one.
         call_keys = work_keys if spec.dtype != torch.float32 or spec.v_in_k else None
-        if not fits:
+        if kernel is plain:
             rows = min(tokens, max(batch.q_lens, default=1)) * group
             by_scores = max(1, WORK_BYTES // (kv_heads * rows * 4))
             work_keys = min(work_keys, by_scores)
@@ -128,7 +154,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             work_keys=work_keys,
             call_keys=call_keys,
             head_keys=max(1, HEAD_BYTES // ((head_dim + v_dim) * 4)),
-            ways=thread_ways(kv_heads, torch.get_num_threads()) if fits else 1,
+            ways=thread_ways(kv_heads, torch.get_num_threads()) if kernel is fused else 1,
         )
         padded: list[Unit] = []
         own: list[Unit] = []
@@ -140,7 +166,7 @@ class SDPABackend(AttentionBackend[SDPAPlan]):
             chunks=[unit for unit in own if unit.stop - unit.first > 1],
             padded=padded,
             single_tokens=torch.tensor([unit.first for unit in singles], dtype=torch.int64, device=device),
-            kernel=fused if fits else plain,
+            kernel=kernel,
             blind=0 in batch.visible or any(map(eq, batch.hidden, batch.visible)),
             v_in_k=spec.v_in_k,
         )

@@ -18,8 +18,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from megatron_dcp import kernels
 from megatron_dcp.config import check_at_least, check_choice
+from megatron_dcp.kernels import unusable
 from megatron_dcp.kernels.twins import store_slots
 from megatron_dcp.shard import SCALE_BYTES, Shard, is_quantised
 
@@ -193,7 +193,7 @@ class KVPool:
         assert (v_tKV is None) == self.v_in_k, "values are part of the keys, or they are given"
         # Without detach the pool would keep the autograd graph of a model that is being trained.
         k_tKH, v_tKV = k_tKH.detach(), None if v_tKV is None else v_tKV.detach()
-        if k_SKH.is_cuda and self.dtype.itemsize <= 4 and kernels.unusable(k_SKH.device) is None:
+        if k_SKH.is_cuda and self.dtype.itemsize <= 4 and unusable(k_SKH.device) is None:
             from megatron_dcp.kernels.write import write_kv
 
             own = (None, None) if v_tKV is None else (v_SKV, v_scale_SK)

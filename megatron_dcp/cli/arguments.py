@@ -8,7 +8,16 @@ from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
-from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, ParallelConfig, PrefillName
+from megatron_dcp.config import (
+    CacheConfig,
+    CudaGraphs,
+    DcpLayout,
+    EngineConfig,
+    ExchangeName,
+    KVCacheDtype,
+    ParallelConfig,
+    PrefillName,
+)
 
 CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
 
@@ -143,6 +152,12 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         ("--prefill-chunk-size", None, "N", engine.prefill_chunk_size, "most prompt tokens of one step"),
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=get_args(KVCacheDtype),
+        default=cache.kv_cache_dtype,
+        help="what keys and values are stored in (default auto: the model's dtype); fp8_e4m3 and int8 are not exact",
+    )
+    group.add_argument(
         "--prefill",
         choices=get_args(PrefillName),
         default=engine.prefill,
@@ -154,6 +169,18 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         default=engine.num_draft_tokens,
         metavar="N",
         help="tokens to propose per step from earlier text; the output stays the same (default 0: none)",
+    )
+    group.add_argument(
+        "--backend",
+        default=engine.backend,
+        metavar="NAME",
+        help="attention back end (default auto: the best that can; `megatron-dcp env` lists them)",
+    )
+    group.add_argument(
+        "--cuda-graphs",
+        choices=get_args(CudaGraphs),
+        default=engine.cuda_graphs,
+        help="capture decode steps on a GPU: full, or piecewise with the exchanges left out (default none)",
     )
     group.add_argument("--no-prefix-caching", action="store_true", help="compute known prefixes of prompts again")
     size = group.add_mutually_exclusive_group()
@@ -170,6 +197,7 @@ def cache_config(args: argparse.Namespace) -> CacheConfig:
         kv_interleave_size=args.kv_interleave,
         num_blocks=args.num_blocks,
         bytes_per_rank=args.bytes_per_rank,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
 
 
@@ -182,6 +210,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefill=args.prefill,
         num_draft_tokens=args.num_draft_tokens,
         prefix_caching=not args.no_prefix_caching,
+        backend=args.backend,
+        cuda_graphs=args.cuda_graphs,
     )
     config.exchange_for(args.dcp_layout)
     return config

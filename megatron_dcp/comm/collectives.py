@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup, ReduceOp
 
+from megatron_dcp.capture import current_recorder
+from megatron_dcp.comm import symmetric
 from megatron_dcp.metrics import Metrics, timed
 
 # Renamed in torch 2.13, where the old names warn.
@@ -37,7 +39,11 @@ def all_gather(tensor: Tensor, group: ProcessGroup, metrics: Metrics | None = No
     flat = tensor.reshape(-1)  # the one form that every back end takes
     gathered = flat.new_empty(ranks * flat.numel())
     sent = (ranks - 1) * tensor.nbytes
-    issue("all_gather", lambda: _all_gather(gathered, flat, group=group), group, metrics, sent)
+    near = symmetric.of(group, flat)
+    if near is not None:
+        issue("all_gather", lambda: near.all_gather(flat, gathered), group, metrics, sent)
+    else:
+        issue("all_gather", lambda: _all_gather(gathered, flat, group=group), group, metrics, sent)
     return gathered.view(ranks, *tensor.shape)
 
 
@@ -80,6 +86,10 @@ def all_reduce(
     if ranks == 1:
         return tensor
     tensor = tensor.contiguous()
+    near = symmetric.of(group, tensor, op)
+    if near is not None:
+        issue("all_reduce", lambda: near.all_reduce(tensor, op), group, metrics, (ranks - 1) * tensor.nbytes)
+        return tensor
     sent = 2 * (ranks - 1) * tensor.nbytes // ranks
     issue("all_reduce", lambda: distributed.all_reduce(tensor, op=op, group=group), group, metrics, sent)
     return tensor
@@ -143,14 +153,27 @@ def group_device(group: ProcessGroup) -> torch.device:
 
 
 def issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None, bytes_sent: int) -> None:
-    """Make a blocking call: timed, counted as ``op``, and with a `CollectiveError` where a rank is lost."""
+    """Make a blocking call: timed, counted as ``op``, and with a `CollectiveError` where a rank is lost.
+
+    The call reads and writes tensors that it holds, so that a `Recorder` can make it again with what they hold then.
+    """
+
+    def count() -> None:
+        if metrics is not None:
+            metrics.count_collective(op, group.group_desc, bytes_sent)
+
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.collective(lambda: _guarded(op, call, group, metrics), count)
+        return
     _guarded(op, call, group, metrics)
-    if metrics is not None:
-        metrics.count_collective(op, group.group_desc, bytes_sent)
+    count()
 
 
 def _guarded(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None) -> None:
     """Make the call, timed; what a library says of a lost rank becomes the one clear error."""
+    if torch.cuda.is_available():
+        _after_last_call(group)
     try:
         with timed(metrics, "communication"):
             call()
@@ -163,6 +186,19 @@ def _guarded(op: str, call: Callable[[], object], group: ProcessGroup, metrics: 
             f"{[rank for rank in ranks if rank != own]} (torchrun --log-dir DIR --redirects 3 keeps one per rank), "
             "then start all ranks again"
         ) from error
+
+
+_streams: dict[str, torch.cuda.Stream] = {}
+
+
+def _after_last_call(group: ProcessGroup) -> None:
+    """One communicator is never used from two streams at once: this stream waits for the one that used it last."""
+    stream = torch.cuda.current_stream()
+    last = _streams.get(group.group_name)
+    # a stream that captures waits for its caller's where it begins (`megatron_dcp.capture`), and can for no other
+    if last is not None and last != stream and not torch.cuda.is_current_stream_capturing():
+        stream.wait_stream(last)
+    _streams[group.group_name] = stream
 
 
 def _brief(error: RuntimeError) -> str:

@@ -15,12 +15,14 @@ from torch import Tensor
 from megatron_dcp.attention import Attention, AttentionBatch, AttentionSpec, choose_backend
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+from megatron_dcp.comm import symmetric
 from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.comm.consensus import agree
 from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
 from megatron_dcp.comm.pipeline import receive_from_previous_stage, send_to_next_stage
 from megatron_dcp.config import CacheConfig, EngineConfig, check_within_tp_bound
 from megatron_dcp.engine.batch import StepBatch, Window
+from megatron_dcp.engine.decode_graphs import DecodeGraphs
 from megatron_dcp.engine.places import Places, place_tokens
 from megatron_dcp.layers import (
     AttentionShape,
@@ -108,7 +110,7 @@ class ModelRunner:
         self.expanded = None
         if self.latent is not None:
             spec = expanded_spec(self.attentions[0].spec, self.latent, self.dtype)
-            self.expanded = choose_backend("auto", spec)
+            self.expanded = choose_backend("auto", spec, environment=False)
         self.num_blocks, self.window = self._pool_sizes(own, cache)
         self.pools = tuple(self._make_pool(kind, own.count(window)) for kind, window in enumerate(self.windows))
         self.rotaries = [rotary_table(self.model, window=window is not None) for window in self.windows]
@@ -129,6 +131,10 @@ class ModelRunner:
             experts_over_dcp=bool(config.num_moe_experts) and experts_over_dcp(groups),
             metrics=metrics,
         )
+        if engine.symmetric_memory:
+            for group in (groups.dcp, groups.tp_dcp):
+                symmetric.enable(group, self.device)
+        self.graphs = None if engine.cuda_graphs == "none" else DecodeGraphs(self, engine.cuda_graphs)
 
     @property
     def kv_bytes(self) -> int:
@@ -154,31 +160,52 @@ class ModelRunner:
             fp32 ``[B, vocab_size]``, the rows that ``num_logits`` of each sequence asks for, in order, on the TP group
             of the last pipeline stage that has the first DCP rank; ``[0, vocab_size]`` on the others.
         """
-        striped = is_striped([len(seq.token_ids) for seq in batch.seqs], self.layout, self.prefill)
-        places = place_tokens(batch, self.layout, self.rank, striped)
-        positions_T = torch.from_numpy(places.positions_T).to(self.device)
-        self.context.plan = self._plan(batch, places, positions_T, striped)
-        if self.model.pre_process:
-            hidden = self.model.embedding(
-                input_ids=torch.from_numpy(places.tokens_T).to(self.device).unsqueeze(0),
-                position_ids=positions_T.unsqueeze(0),
-            )
+        if self.graphs is not None and self.graphs.takes(batch):
+            hidden, logits = self.graphs.step(batch)
         else:
-            hidden = None  # the decoder takes what is set instead
-            self.model.set_input_tensor(self._receive(len(places.tokens_T)))
+            striped = is_striped([len(seq.token_ids) for seq in batch.seqs], self.layout, self.prefill)
+            places = place_tokens(batch, self.layout, self.rank, striped)
+            positions_T = torch.from_numpy(places.positions_T).to(self.device)
+            plan = self._plan(batch, places, positions_T, striped)
+            received = None if self.model.pre_process else self.receive(len(places.tokens_T))
+            hidden = self.forward(plan, torch.from_numpy(places.tokens_T).to(self.device), positions_T, received)
+            logits = self._chosen_logits(hidden, places) if self.model.post_process else None
+        if logits is None:
+            send_to_next_stage(hidden, self.groups.pp, self.metrics)
+            return torch.empty(0, self.vocab_size, device=self.device)
+        return logits
+
+    def forward(self, plan: StepPlan, tokens_T: Tensor, positions_T: Tensor, received_T1h: Tensor | None) -> Tensor:
+        """Hidden states ``[T, 1, h]`` after this stage's layers; the keys are kept.
+
+        Args:
+            received_T1h: The previous stage's; ``None`` on the first.
+        """
+        self.context.plan = plan
+        hidden = None  # the decoder takes what is set instead
+        if received_T1h is None:
+            hidden = self.model.embedding(input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0))
+        else:
+            self.model.set_input_tensor(received_T1h)
         hidden = self.model.decoder(hidden_states=hidden, attention_mask=None, inference_context=self.context)
         self.model.set_input_tensor(None)
         self.context.plan = None
-        if not self.model.post_process:
-            send_to_next_stage(hidden, self.groups.pp, self.metrics)
-            return torch.empty(0, self.vocab_size, device=self.device)
-        return self._logits(hidden, places)
+        return hidden
 
-    def _receive(self, num_tokens: int) -> Tensor:
+    def receive(self, num_tokens: int) -> Tensor:
         """The previous stage's hidden states, ``[T, 1, h]``."""
-        config = self.model.config
-        dtype = torch.float32 if config.fp32_residual_connection else self.dtype
-        return receive_from_previous_stage(num_tokens, config.hidden_size, dtype, self.groups.pp, self.metrics)
+        return receive_from_previous_stage(
+            num_tokens, self.model.config.hidden_size, self._hidden_dtype, self.groups.pp, self.metrics
+        )
+
+    def empty_hidden(self, num_tokens: int) -> Tensor:
+        """Room for the previous stage's hidden states."""
+        shape = num_tokens, 1, self.model.config.hidden_size
+        return torch.zeros(shape, dtype=self._hidden_dtype, device=self.device)
+
+    @property
+    def _hidden_dtype(self) -> torch.dtype:
+        return torch.float32 if self.model.config.fp32_residual_connection else self.dtype
 
     def _pool_sizes(self, own: list[int | None], cache: CacheConfig) -> tuple[int, Window | None]:
         """Blocks of the pool, and the window's pool if any layer of the model has one; the same on every stage.
@@ -296,18 +323,21 @@ class ModelRunner:
             return plan_latent(batch, self.latent, self.attentions[kind], self.expanded)
         return self.attentions[kind].plan(batch)
 
-    def _logits(self, hidden_T1h: Tensor, places: Places) -> Tensor:
-        none = torch.empty(0, self.vocab_size, device=self.device)
+    def _chosen_logits(self, hidden_T1h: Tensor, places: Places) -> Tensor:
         if not len(places.rows_B):
-            return none
+            return torch.empty(0, self.vocab_size, device=self.device)
         rows_B = torch.from_numpy(places.rows_B).to(self.device)
         hidden_B1h = hidden_T1h[rows_B]
         if places.shared:
             first = places.replicated if self.rank else 0  # what all ranks have comes from the first one
             hidden_B1h.masked_fill_((rows_B < first)[:, None, None], 0.0)
             hidden_B1h = all_reduce_sum(hidden_B1h, self.groups.dcp, metrics=self.metrics)
+        return self.logits(hidden_B1h)
+
+    def logits(self, hidden_B1h: Tensor) -> Tensor:
+        """fp32 ``[B, vocab_size]`` of the last stage's hidden states; ``[0, vocab_size]`` on ranks that make none."""
         if self.rank and self.groups.dcp_layout == "orthogonal":
-            return none
+            return torch.empty(0, self.vocab_size, device=self.device)
         model = self.model
         shared = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
         logits, _ = model.output_layer(hidden_B1h, weight=shared)

@@ -3,7 +3,7 @@
 from megatron_dcp.core_attention import SDPACoreAttention
 from megatron_dcp.layers.context import DCPContext, KindPlan, StepPlan
 from megatron_dcp.layers.gqa import DCPSelfAttention
-from megatron_dcp.layers.latent_plan import LatentShape, expanded_spec, plan_latent
+from megatron_dcp.layers.latent_plan import LatentPlan, LatentShape, expanded_spec, plan_latent
 from megatron_dcp.layers.mla import DCPMLASelfAttention
 from megatron_dcp.layers.model_info import (
     AttentionShape,
@@ -24,6 +24,7 @@ __all__ = [
     "DCPMoELayer",
     "DCPSelfAttention",
     "KindPlan",
+    "LatentPlan",
     "LatentShape",
     "SDPACoreAttention",
     "StepPlan",

@@ -20,6 +20,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from megatron_dcp.capture import on_host
 from megatron_dcp.comm.exchange import all_reduce_sum
 from megatron_dcp.config import divisors
 from megatron_dcp.layers.context import DCPContext
@@ -48,7 +49,7 @@ class DCPMoELayer(MoELayer):
         if self.router.bias is not None:
             logits_TE = logits_TE + self.router.bias.to(dtype)
         weights_Tk, experts_Tk = choose(self.router, logits_TE)
-        out_Th = self._own_experts(x_Th, weights_Tk, experts_Tk)
+        out_Th = on_host(lambda: self._own_experts(x_Th, weights_Tk, experts_Tk))
         out_Th = all_reduce_sum(out_Th, ctx.groups.tp_ep, metrics=ctx.metrics)
         out_T1h = _own(out_Th, ctx).to(x_T1h.dtype).unsqueeze(1)
         return out_T1h if self.shared_experts is None else out_T1h + self.shared_experts(x_T1h)

@@ -14,7 +14,7 @@ from megatron_dcp.engine.llm import LLM
 from megatron_dcp.engine.places import place_tokens
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.layers import is_striped
-from megatron_dcp.layers.forward import recorded_layers, rounding_noise, training_forward
+from megatron_dcp.layers.forward import cached_as, recorded_layers, rounding_noise, training_forward
 from megatron_dcp.layers.specs import unwrap
 from megatron_dcp.verification.compare import LayerDifferences, Rows, compare_logits
 from megatron_dcp.verification.twin import Twin
@@ -41,10 +41,14 @@ class Passes:
         self.states = states
 
     def rounding(self, trained: Any) -> Found:
-        """The training forward against what noise in the last bit makes of it; for every token the worst of some."""
+        """The training forward against itself with noise in the last bit, keys and values as the cache stores them.
+
+        For every token the worst of some runs.
+        """
         layers, runs = LayerDifferences(), []
+        kv_dtype = self.llm.runner.kv_dtype
         for seed in range(NOISE_RUNS):
-            with rounding_noise(trained, seed), recorded_layers(trained) as states:
+            with rounding_noise(trained, seed), cached_as(trained, kv_dtype), recorded_layers(trained) as states:
                 logits = training_forward(trained, self.inputs, self.llm.groups)
             layers.add(self.states, states, range(len(self.inputs)))
             if self.llm.is_driver:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from attention_contract import CASES, LATENT, Case, check, make_sequences, make_shard
 
-from megatron_dcp.attention import AttentionBatch, choose_backend, sdpa
+from megatron_dcp.attention import AttentionBatch, sdpa
 from megatron_dcp.attention.pieces import Unit
-from megatron_dcp.attention.sdpa import SDPABackend, fused, plain
+from megatron_dcp.attention.sdpa import SDPABackend, efficient, fused, pick_kernel, plain
 from megatron_dcp.shard import Shard
 
 CPU = torch.device("cpu")
@@ -65,6 +65,46 @@ def test_kernels_agree(masked: bool) -> None:
         mask[0, ..., 17:] = -torch.inf
     for one, other in zip(fused(q, k, v, mask, 0.3), plain(q, k, v, mask, 0.3), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=5e-6)
+
+
+def cuda_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, with_lse: bool, *, scale: float
+) -> tuple[torch.Tensor | None, ...]:
+    """Torch's memory-efficient CUDA kernel: what it insists on, and the form of its LSE."""
+    assert with_lse and q.dtype == k.dtype == v.dtype == torch.float32
+    for x in (q, k, v):
+        assert x.stride(-1) == 1 and all(stride % 4 == 0 for stride in x.stride()[:-1]) and x.shape[-1] % 4 == 0
+        assert x.storage_offset() % 4 == 0
+    if bias is not None:
+        assert bias.shape == (*q.shape[:3], k.shape[2]) and bias.dtype == q.dtype
+        assert bias.stride(-1) == 1 and all(stride % 4 == 0 for stride in bias.stride()[:-1])
+    out, lse = plain(q, k, v, bias, scale)
+    padded = torch.full((*q.shape[:2], -(-q.shape[2] // 32) * 32), torch.nan)
+    padded[..., : q.shape[2]] = lse
+    return out, padded, None, None
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_contract_with_the_cuda_kernel(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    if pick_kernel(replace(case.spec(), device=torch.device("cuda"))) is plain:
+        assert case.head_dim % 4 or (case.v_dim or 0) % 4
+        return
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_efficient_attention", cuda_kernel)
+    monkeypatch.setattr(sdpa, "pick_kernel", lambda spec: efficient)
+    check(SDPABackend(), case)
+
+
+def test_cuda_kernel_is_called_as_torch_defines_it() -> None:
+    q, k, v = (torch.empty(2, 3, *shape, device="meta") for shape in ((5, 8), (7, 8), (7, 12)))
+    out, lse = efficient(q, k, v, torch.empty(2, 1, 1, 7, device="meta"), 0.3)
+    assert (out.shape, lse.shape) == ((2, 3, 5, 12), (2, 3, 5)) and lse.dtype == torch.float32
+
+
+def test_kernel_of_a_device() -> None:
+    on_cpu, on_gpu = Case(sequences=()).spec(), Case(sequences=()).spec("cuda")
+    assert pick_kernel(on_cpu) is fused and pick_kernel(replace(on_cpu, v_dim=8)) is plain
+    assert pick_kernel(on_gpu) is efficient and pick_kernel(replace(on_gpu, v_dim=8)) is efficient
+    assert pick_kernel(replace(on_gpu, head_dim=18)) is plain
 
 
 def _plan(backend: SDPABackend, case: Case, batch: AttentionBatch) -> sdpa.SDPAPlan:
@@ -175,18 +215,6 @@ def test_batch_where_nobody_sees_a_key() -> None:
     nothing = torch.full((4, 2, 16), torch.nan)
     out, lse = backend.attend(torch.randn(3, 4, 16), Shard(nothing, nothing), plan, scale=0.1)
     assert (out == 0).all() and (lse == -torch.inf).all()
-
-
-def test_choose_backend() -> None:
-    spec = Case(sequences=(), head_dim=64, dtype=torch.bfloat16).spec()
-    chosen = choose_backend("auto", spec)
-    assert chosen.backend.name == "sdpa" and chosen.reason.startswith("sdpa: ") and chosen.spec is spec
-    assert choose_backend("sdpa", spec).reason == "sdpa: asked for"
-    with pytest.raises(ValueError, match="backend='none' is not known; use one of auto, sdpa"):
-        choose_backend("none", spec)
-    for name in ("auto", "sdpa"):
-        with pytest.raises(ValueError, match=r"cannot serve .*dtype=torch.int16 .*only float32, bfloat16"):
-            choose_backend(name, replace(spec, dtype=torch.int16))
 
 
 @pytest.mark.parametrize("keys", [1, 7, 8, 15, 16, 17, 40])

@@ -5,6 +5,7 @@ import torch
 
 from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+from megatron_dcp.shard import quantise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ORDERS = ["slots_first", "heads_first"]
@@ -230,3 +231,35 @@ def test_a_latent_is_stored_once(order: str, dtype: torch.dtype) -> None:
 def test_values_wider_than_the_keys_cannot_be_part_of_them() -> None:
     with pytest.raises(ValueError, match="v_dim=8 is above head_dim=6"):
         KVPool(1, 1, 4, 1, 6, 8, v_in_k=True, dtype=torch.float32)
+
+
+QUANTISED = [torch.float8_e4m3fn, torch.int8]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dtype", QUANTISED)
+@pytest.mark.parametrize("v_dim,v_in_k", [(None, False), (5, False), (5, True)])
+def test_eight_bits_with_their_scales(order: str, dtype: torch.dtype, v_dim: int | None, v_in_k: bool) -> None:
+    """Written, read, packed and unpacked elsewhere; their bytes counted."""
+    sizes = dict(num_layers=2, block_size=5, num_kv_heads=3, head_dim=7, v_dim=v_dim, v_in_k=v_in_k, dtype=dtype)
+    pool, other = (KVPool(num_blocks=count, order=order, **sizes) for count in (4, 9))
+    per_head = 7 + 4 if v_in_k else 7 + 4 + (v_dim or 7) + 4
+    assert pool.bytes_per_key == 3 * per_head
+    assert pool.bytes == 2 * 20 * 3 * per_head == 4 * bytes_per_block(**sizes)
+    pool.clear()
+    slot_t = torch.tensor([19, 0, 7, 8])
+    k, v = torch.randn(4, 3, 7), None if v_in_k else torch.randn(4, 3, v_dim or 7)
+    pool.write(1, slot_t, k, v)
+    packed = pool.pack(1, slot_t)
+    assert packed.nbytes == 4 * pool.bytes_per_key
+    here, there = pool.layer(1), other.unpack(packed)
+    wanted_k = quantise(k, dtype)
+    wanted_v = (wanted_k[0][..., :5], wanted_k[1]) if v is None else quantise(v, dtype)
+    for shard, slots in ((here, slot_t), (there, torch.arange(4))):
+        for stored, scale, wanted in zip(shard[:2], shard[2:], (wanted_k, wanted_v), strict=True):
+            assert stored.dtype == dtype and scale is not None
+            assert torch.equal(stored.view(torch.uint8)[slots], wanted[0].view(torch.uint8))
+            assert torch.equal(scale[slots], wanted[1])
+    untouched = [slot for slot in range(20) if slot not in slot_t]
+    assert all((part.float()[untouched] == 0).all() for part in here if part is not None)
+    assert all((part.float() == 0).all() for part in pool.layer(0) if part is not None)

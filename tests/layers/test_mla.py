@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, largest_error, sharded_errors, texts_for, wanted_logits
+from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, YARN, largest_error, mla, sharded_errors, texts_for, wanted_logits
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron_models import (
     make_runner,
@@ -24,25 +24,10 @@ from megatron_dcp.comm.exchange import expected_traffic
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.layers import DCPMLASelfAttention, LatentShape, dcp_layer_spec, latent_plan
 from megatron_dcp.metrics import Metrics
-from megatron_dcp.model_config import MLAConfig
 from models import tiny_model
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
-
-SIZES: dict[str, Any] = dict(q_lora_rank=24, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "mscale": 0.7,
-    "mscale_all_dim": 0.6,
-}
-
-
-def mla(rope_scaling: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """Fields of a ``ModelConfig`` with latent attention of four heads."""
-    return dict(num_query_groups=4, mla=MLAConfig(**{**SIZES, **changes}), rope_scaling=rope_scaling)
 
 
 @pytest.mark.parametrize("tp,dcp", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (2, 3), (4, 2)])
