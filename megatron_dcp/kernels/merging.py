@@ -28,11 +28,11 @@ def _rows(T, N, M: tl.constexpr):
 
 @triton.jit
 def _peak_and_total(lse_M, stride_P, P, live_M, M: tl.constexpr):
-    """Largest LSE (0 where every one is -inf; NaN if one is) and the sum of weights relative to it, in order."""
+    """Largest LSE (0 where every one is -inf) and the sum of weights relative to it, in order: NaN if an LSE is."""
     peak_M = tl.full([M], float("-inf"), tl.float32)
     for p in range(P):
         lse = tl.load(lse_M + p * stride_P, mask=live_M, other=float("-inf"))
-        peak_M = tl.maximum(peak_M, lse, propagate_nan=tl.PropagateNan.ALL)
+        peak_M = tl.maximum(peak_M, lse)
     safe_M = tl.where(peak_M == float("-inf"), 0.0, peak_M)
     total_M = tl.zeros([M], tl.float32)
     for p in range(P):
