@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_dcp.kernels import is_interpreted
 from megatron_dcp.kernels.merging import launch_merge
 from megatron_dcp.shard import LARGEST, is_quantised
 
@@ -204,7 +205,7 @@ def product_dtypes(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dt
     8 bits are exact in 16, but weights times scales of values need the range of bfloat16. The interpreter multiplies
     the bits of bfloat16 as if they were numbers, so it gets fp32 instead.
     """
-    bfloat16 = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
+    bfloat16 = tl.float32 if is_interpreted() else tl.bfloat16
     half = {torch.bfloat16: bfloat16, torch.float16: tl.float16}.get(q_dtype)
     if half is None or pool_dtype not in (q_dtype, *LARGEST):
         return tl.float32, tl.float32
