@@ -16,6 +16,7 @@ from megatron_dcp.shard import Shard
 
 STEPS_PER_SPLIT = 4  # fewer, and writing and merging partials costs more than the keys
 MAX_SPLITS = 128
+MAX_HEAD_DIM, MAX_V_DIM = 576, 512  # a tile of them fits into registers and shared memory
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ class PagedBackend(AttentionBackend[PagedPlan]):
             return reason
         if spec.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8):
             return f"{spec.dtype} pools are not read, only float32, bfloat16, float16, float8_e4m3fn and int8"
-        if max(spec.head_dim, spec.v_dim) > 576:
-            return f"head dim {max(spec.head_dim, spec.v_dim)} > 576"
+        if spec.head_dim > MAX_HEAD_DIM or spec.v_dim > MAX_V_DIM:
+            return f"head dims {spec.head_dim}, {spec.v_dim} > {MAX_HEAD_DIM}, {MAX_V_DIM}"
         if spec.dtype == torch.float8_e4m3fn and spec.device.type == "cuda":
             if torch.cuda.get_device_capability(spec.device) < (8, 9):
                 return "float8_e4m3fn needs compute capability 8.9"

@@ -72,7 +72,7 @@ class Tiling(NamedTuple):
 def tiling(head_dim: int, v_dim: int, v_in_k: bool, dtype: torch.dtype, most_rows: int) -> Tiling:
     """Launch parameters for a pool of such keys, whose sequences have at most ``most_rows`` rows.
 
-    As compiled for capability 9.0 these spill no registers (``tests/kernels/test_compiled.py``).
+    Compiled for capability 9.0 these spill next to no registers (``tests/kernels/test_compiled.py``).
     """
     read = dims(head_dim, v_dim, v_in_k).read
     wide = read >= 512
@@ -87,12 +87,12 @@ def tiling(head_dim: int, v_dim: int, v_in_k: bool, dtype: torch.dtype, most_row
     return Tiling(rows, keys, 8 if wide else 4, stages, 1 if wide else 3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tables_B", "T"])  # they follow the batch: no compiling for each
 def _paged_attention(
     q_TNH, k_SKH, v_SKV, k_scale_SK, v_scale_SK,
     tiles, cu_q_lens, visible_T, hidden_T, block_tables, out_XTNV, lse_XTN,
     scale_log2,
-    q_T, q_N, k_S, k_K, v_S, v_K, scale_S, scale_K, tables_B, out_X, out_T, lse_X, lse_T,
+    q_T, q_N, k_S, k_K, v_S, v_K, scale_S, scale_K, tables_B, T, out_T, lse_T,
     GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     MAIN: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     QUANTISED: tl.constexpr, WINDOWS: tl.constexpr, MANY_TOKENS: tl.constexpr,
@@ -104,6 +104,9 @@ def _paged_attention(
     sum of two of them, since one of 16 bits would be coarser than the scores.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    k_SH = k_SKH + kv_head.to(tl.int64) * k_K  # heads of a large pool are more than 2^31 numbers apart
+    v_SV = v_SKV + kv_head.to(tl.int64) * v_K
+    scale_offset = kv_head.to(tl.int64) * scale_K
     sequence = tl.load(tiles + 2 * tile)
     row0 = tl.load(tiles + 2 * tile + 1)
     first = tl.load(cu_q_lens + sequence)
@@ -148,7 +151,7 @@ def _paged_attention(
                 read_N = read_N & (tl.max(seen_MN.to(tl.int32), 0) > 0)
         block_N = tl.load(block_tables + sequence.to(tl.int64) * tables_B + key_N // BLOCK_SIZE, mask=read_N, other=0)
         slot_N = block_N.to(tl.int64) * BLOCK_SIZE + key_N % BLOCK_SIZE
-        k_N = k_SKH + slot_N * k_S + kv_head * k_K
+        k_N = k_SH + slot_N * k_S
         k_ND = tl.load(k_N[:, None] + d_D[None, :], mask=read_N[:, None] & (d_D < HEAD_DIM)[None, :], other=0.0)
         score_MN = tl.dot(q_MD, tl.trans(k_ND.to(PRODUCT)), input_precision="ieee")
         if REST:
@@ -156,7 +159,7 @@ def _paged_attention(
             score_MN = tl.dot(q_MR, tl.trans(k_NR.to(PRODUCT)), score_MN, input_precision="ieee")
         score_MN *= scale_log2
         if QUANTISED:
-            scale_N = slot_N * scale_S + kv_head * scale_K
+            scale_N = slot_N * scale_S + scale_offset
             k_scale_N = tl.load(k_scale_SK + scale_N, mask=read_N, other=0.0)
             score_MN *= k_scale_N[None, :]
         score_MN = tl.where(seen_MN, score_MN, float("-inf"))
@@ -169,7 +172,7 @@ def _paged_attention(
         out_MV = out_MV * shrink_M[:, None]
         peak_M = new_peak_M
         if VALUES:
-            v_N = v_SKV + slot_N * v_S + kv_head * v_K
+            v_N = v_SV + slot_N * v_S
             v_NV = tl.load(v_N[:, None] + d_V[None, :], mask=read_N[:, None] & (d_V < V_DIM)[None, :], other=0.0)
         else:
             v_NV = k_ND
@@ -188,10 +191,11 @@ def _paged_attention(
     blind_M = total_M == 0.0
     out_MV = tl.where(blind_M[:, None], 0.0, out_MV / tl.where(blind_M, 1.0, total_M)[:, None])
     lse_M = tl.where(blind_M, float("-inf"), (peak_M + tl.log2(total_M)) * 0.6931471805599453)
-    token_M = token_M.to(tl.int64)
-    out_M = out_XTNV + split.to(tl.int64) * out_X + token_M * out_T + head_M * V_DIM
+    # a multiple of out_T, which is known to be aligned
+    row_M = split.to(tl.int64) * T + token_M
+    out_M = out_XTNV + row_M * out_T + head_M * V_DIM
     tl.store(out_M[:, None] + d_V[None, :], out_MV, mask=live_M[:, None] & (d_V < V_DIM)[None, :])
-    tl.store(lse_XTN + split.to(tl.int64) * lse_X + token_M * lse_T + head_M, lse_M, mask=live_M)
+    tl.store(lse_XTN + row_M * lse_T + head_M, lse_M, mask=live_M)
 
 
 def product_dtypes(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
@@ -238,7 +242,7 @@ def launch_attention(
         scale * LOG2_E,
         q_TNH.stride(0), q_TNH.stride(1), k_SKH.stride(0), k_SKH.stride(1), v_SKV.stride(0), v_SKV.stride(1),
         *(k_scale.stride()[:2]), block_tables.stride(0),
-        out_XTNV.stride(0), out_XTNV.stride(1), lse_XTN.stride(0), lse_XTN.stride(1),
+        T, out_XTNV.stride(1), lse_XTN.stride(1),
         GROUP=N // K, BLOCK_SIZE=block_size, HEAD_DIM=H, V_DIM=V,
         MAIN=tile.main, REST=tile.rest, VALUES=tile.values, ROWS=rows, KEYS=launch.keys,
         QUANTISED=k_scale_SK is not None, WINDOWS=hidden_T is not None, MANY_TOKENS=many_tokens,

@@ -40,7 +40,7 @@ def _peak_and_total(lse_M, stride_P, P, live_M, M: tl.constexpr):
     return safe_M, total_M
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "T", "out_P", "lse_P"])
 def _merge(
     out_PTNH, lse_PTN, merged_TNH, merged_lse_TN,
     P, T, N, out_P, out_T, out_N, lse_P, lse_T, lse_N, merged_T, merged_N, merged_lse_T, merged_lse_N,
@@ -64,7 +64,7 @@ def _merge(
     tl.store(merged_M[:, None] + d_D[None, :], sum_MD, mask=live_M[:, None] & (d_D < H)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["own", "P", "T", "lse_P"])
 def _share(
     out_TNH, lse_PTN, share_TNH,
     own, P, T, N, out_T, out_N, lse_P, lse_T, lse_N, share_T, share_N,
@@ -83,7 +83,7 @@ def _share(
     tl.store(share_M[:, None] + d_D[None, :], x_MD.to(tl.float32) * weight_M[:, None], mask=real_MD)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _pack(
     out_TNH, lse_TN, packed_NTH1,
     T, N, out_T, out_N, lse_T, lse_N, packed_N, packed_T,

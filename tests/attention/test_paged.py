@@ -160,7 +160,7 @@ def what_is_supported() -> list[str | None]:
     spec = Case(sequences=(), head_dim=64).spec()
     others = (
         {"dtype": torch.float64},
-        {"head_dim": 640},
+        {"head_dim": 640, "v_dim": 64},
         {"dtype": torch.float8_e4m3fn},
         {"head_dim": 576, "v_dim": 512},
     )
@@ -169,4 +169,6 @@ def what_is_supported() -> list[str | None]:
 
 def test_supports() -> None:
     no_fp64, too_wide, *fine = interpreted(what_is_supported)
-    assert "float64 pools are not read" in no_fp64 and too_wide == "head dim 640 > 576" and fine == [None, None]
+    assert (
+        "float64 pools are not read" in no_fp64 and too_wide == "head dims 640, 64 > 576, 512" and fine == [None, None]
+    )
