@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_dcp.shard import LARGEST, dequantise, is_quantised, quantise
+from megatron_dcp.shard import LARGEST, dequantise, is_quantised, quantise, widen
 
 DTYPES = list(LARGEST)
 
@@ -50,9 +50,17 @@ def test_what_is_no_number_is_not_hidden(dtype: torch.dtype, wrong: float) -> No
     x_tKH = torch.ones(2, 2, 8)
     x_tKH[0, 1, 3] = wrong
     back = dequantise(*quantise(x_tKH, dtype))
-    assert back[0, 1].isnan().all()
+    assert not back[0, 1].isfinite().any()
     assert back[0, 0].isfinite().all() and back[1].isfinite().all()
 
 
 def test_which_dtypes_have_scales() -> None:
     assert [is_quantised(d) for d in (torch.float8_e4m3fn, torch.int8, torch.bfloat16)] == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_number_is_widened_exactly(dtype: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16).t()
+    wide = widen(every, torch.empty(16, 16))
+    known = every.float().isfinite()
+    assert torch.equal(wide[known], every.float()[known]) and known.sum() >= 254

@@ -68,14 +68,17 @@ class FlashBackend(LibraryBackend):
         return f"version 3: {refusal_3}, version 2: {refusal_2}"
 
     def _prepare(self, lists: RowLists, rows: Rows, spec: AttentionSpec, *, refreshed: bool) -> Any:
-        """Which version."""
+        """The library, and how it is called."""
         capability = libraries.capability(spec.device)
-        return 3 if capability is not None and _refuse_3(spec, capability) is None else 2
+        if capability is not None and _refuse_3(spec, capability) is None:
+            return library_3().module, _call_3
+        return library_2().module, _call_2
 
     def _call(
         self, q_tNH: Tensor, pages: Pages, rows: Rows, state: Any, spec: AttentionSpec, scale: float
     ) -> tuple[Tensor, Tensor]:
-        return (_call_3 if state == 3 else _call_2)(q_tNH, pages, rows, spec, scale)
+        module, call = state
+        return call(module, q_tNH, pages, rows, spec, scale)
 
 
 def _refuse_3(spec: AttentionSpec, capability: tuple[int, int]) -> str | None:
@@ -105,12 +108,14 @@ def _refuse_2(spec: AttentionSpec) -> str | None:
     return library_2().missing
 
 
-def _call_3(q_tNH: Tensor, pages: Pages, rows: Rows, spec: AttentionSpec, scale: float) -> tuple[Tensor, Tensor]:
+def _call_3(
+    module: Any, q_tNH: Tensor, pages: Pages, rows: Rows, spec: AttentionSpec, scale: float
+) -> tuple[Tensor, Tensor]:
     k, q_tNV = pages.k, None
     if spec.v_in_k:
         q_tNV, q_tNH = q_tNH[..., : spec.v_dim], q_tNH[..., spec.v_dim :]
         k = k[..., spec.v_dim :]
-    out_tNV, lse_Nt, *_ = library_3().module.flash_attn_with_kvcache(
+    out_tNV, lse_Nt, *_ = module.flash_attn_with_kvcache(
         q_tNH,
         k,
         pages.v,
@@ -126,8 +131,10 @@ def _call_3(q_tNH: Tensor, pages: Pages, rows: Rows, spec: AttentionSpec, scale:
     return out_tNV, lse_Nt.t()
 
 
-def _call_2(q_tNH: Tensor, pages: Pages, rows: Rows, spec: AttentionSpec, scale: float) -> tuple[Tensor, Tensor]:
-    out_tNV, lse_Nt, _ = library_2().module.flash_attn_varlen_func(
+def _call_2(
+    module: Any, q_tNH: Tensor, pages: Pages, rows: Rows, spec: AttentionSpec, scale: float
+) -> tuple[Tensor, Tensor]:
+    out_tNV, lse_Nt, _ = module.flash_attn_varlen_func(
         q_tNH,
         pages.k,
         pages.v,

@@ -56,21 +56,23 @@ class FlashMLABackend(LibraryBackend):
         return library().missing
 
     def _prepare(self, lists: RowLists, rows: Rows, spec: AttentionSpec, *, refreshed: bool) -> Any:
+        """The library, and its schedule for the set."""
         # The first call of a step fills it in on the GPU, the other layers read it. A CUDA graph must record that
         # work, else it would keep the schedule of the lengths that it was captured with.
-        return None if refreshed else library().module.get_mla_metadata()[0]
+        module = library().module
+        return module, None if refreshed else module.get_mla_metadata()[0]
 
     def _call(
         self, q_tNH: Tensor, pages: Pages, rows: Rows, state: Any, spec: AttentionSpec, scale: float
     ) -> tuple[Tensor, Tensor]:
-        flash_mla = library().module
-        out_sqNV, lse_sNq = flash_mla.flash_mla_with_kvcache(
+        module, schedule = state
+        out_sqNV, lse_sNq = module.flash_mla_with_kvcache(
             q_tNH.unflatten(0, (-1, rows.max_q)),
             pages.k,
             rows.tensors.tables,
             rows.tensors.kv_lens,
             spec.v_dim,
-            flash_mla.get_mla_metadata()[0] if state is None else state,
+            module.get_mla_metadata()[0] if schedule is None else schedule,
             softmax_scale=scale,
             causal=rows.causal,
         )

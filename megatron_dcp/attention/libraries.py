@@ -148,7 +148,7 @@ class LibraryBackend(AttentionBackend[LibraryPlan]):
                 out = out.masked_fill(rows.tensors.blind_t[:, None, None], 0.0)
                 lse = lse.masked_fill(rows.tensors.blind_t[:, None], -torch.inf)
             if own is None:
-                return out, lse
+                return out, lse.contiguous()
             if out_TNV is None or lse_TN is None:
                 out_TNV, lse_TN = self._nothing(q_TNH, spec)
             out_TNV.index_copy_(0, own, out)

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_dcp.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from megatron_dcp.attention.pieces import Limits, Piece, Unit, cut_batch, thread_ways
 from megatron_dcp.merge import merge_into, merge_partials
-from megatron_dcp.shard import Shard, is_quantised
+from megatron_dcp.shard import Shard, is_quantised, widen
 
 WORK_BYTES = 8 << 20  # fp32 keys and values of one call: large enough that calls are few, small enough for a CPU cache
 COPY_BYTES = 128 << 10  # keys and values that are gathered in about the time that one more call takes
@@ -266,9 +266,9 @@ def _copy(pool: Stored, piece: Piece, work: Tensor) -> Tensor:
     stored, scale = pool
     out_1KCH = work.view(1, stored.shape[1], piece.length, stored.shape[3])
     if isinstance(piece.keys, tuple):
-        out_1KCH.copy_(stored.narrow(2, *piece.keys))
+        widen(stored.narrow(2, *piece.keys), out_1KCH)
         return out_1KCH if scale is None else out_1KCH.mul_(scale.narrow(2, *piece.keys))
     if stored.dtype == torch.float32:
         return torch.index_select(stored, 2, piece.keys, out=out_1KCH)
-    out_1KCH.copy_(stored.index_select(2, piece.keys))
+    widen(stored.index_select(2, piece.keys), out_1KCH)
     return out_1KCH if scale is None else out_1KCH.mul_(scale.index_select(2, piece.keys))

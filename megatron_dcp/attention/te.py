@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_dcp.attention import libraries
 from megatron_dcp.attention.base import AttentionSpec
 from megatron_dcp.attention.libraries import Library, LibraryBackend, Pages
-from megatron_dcp.attention.rows import Rows
+from megatron_dcp.attention.rows import RowLists, Rows
 
 REMEDY = 'pip install "megatron-dcp[te]"'
 MAX_HEAD_DIM = 256
@@ -77,14 +77,17 @@ class TEBackend(LibraryBackend):
             return f"head dim {spec.head_dim} > 128 needs cuDNN 9.10.2 on this GPU, not {cudnn} (flashinfer serves it)"
         return library().missing
 
+    def _prepare(self, lists: RowLists, rows: Rows, spec: AttentionSpec, *, refreshed: bool) -> Any:
+        """The library."""
+        return library().module
+
     def _call(
         self, q_tNH: Tensor, pages: Pages, rows: Rows, state: Any, spec: AttentionSpec, scale: float
     ) -> tuple[Tensor, Tensor]:
-        fused_attn = library().module
         assert pages.k.is_contiguous() and pages.v.is_contiguous(), "cuDNN is told no strides of pages"
         decode = rows.max_q == 1
         cu_q_lens, cu_kv_lens, _, tables, _ = rows.tensors
-        out, aux = fused_attn.fused_attn_fwd(
+        out, aux = state.fused_attn_fwd(
             False,
             rows.max_q,
             rows.max_kv,
@@ -94,7 +97,7 @@ class TEBackend(LibraryBackend):
             pages.k,
             pages.v,
             spec.dtype,
-            fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
+            state.FusedAttnBackend["F16_arbitrary_seqlen"],
             cu_seqlens_q_padded=cu_q_lens,
             cu_seqlens_kv_padded=cu_kv_lens,
             page_table_k=tables,

@@ -87,9 +87,10 @@ def blocks_in(
 class KVPool:
     """Keys and values of all layers of one rank, by slot; in 8 bits with scales (`megatron_dcp.shard`) or as they are.
 
-    The memory is not initialised (on a CPU the system maps a page when it is first written, so the unused part of a
-    pool costs next to nothing). A slot that was never written, or that belonged to a freed sequence, holds garbage, NaN
-    included: no reader may look at it, not even to multiply it with 0.
+    On a CPU the system maps a page when it is first written, so the unused part of a pool costs next to nothing. A slot
+    that was never written, or that belonged to a freed sequence, holds anything, and after a model that computed NaN
+    that too: no reader may look at it, not even to multiply it with 0. (On a GPU the memory starts as zeros, since that
+    cannot be said of every library.)
 
     Args:
         num_layers: Layers of this rank.
@@ -248,7 +249,8 @@ def _allocate(num_elements: int, dtype: torch.dtype, device: torch.device) -> Te
     try:
         if device.type == "cpu":
             return _map_memory(num_elements, dtype)
-        return torch.empty(num_elements, dtype=dtype, device=device)
+        # zeros: a kernel may multiply what lies behind a sequence's last key with a weight of 0, which keeps a NaN
+        return torch.zeros(num_elements, dtype=dtype, device=device)
     except (RuntimeError, OSError, OverflowError) as error:  # torch.OutOfMemoryError on a GPU is the first
         raise ValueError(
             f"the KV pool of {num_elements * dtype.itemsize} bytes could not be allocated on {device} ({error}); "
