@@ -31,9 +31,10 @@ from megatron_dcp.cache.layout import KVLayout
 from megatron_dcp.comm.collectives import all_gather, all_to_all
 from megatron_dcp.comm.ring import BUFFERS, ring
 from megatron_dcp.config import PrefillName
+from megatron_dcp.kernels.choice import merge_partials
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.sink import count_sinks
-from megatron_dcp.merge import merge_into, merge_partials
+from megatron_dcp.merge import merge_into
 from megatron_dcp.shard import Shard
 
 SLAB_BYTES = 4 << 20  # keys and values of one layer that travel together
