@@ -63,11 +63,11 @@ class PagedBackend(AttentionBackend[PagedPlan]):
         return None
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, *, blocks: int = 0) -> PagedPlan:
-        from megatron_dcp.kernels.attention import tile_dtype, tiling
+        from megatron_dcp.kernels.attention import tiling
 
         many_tokens = max(batch.q_lens, default=1) > 1
         most_rows = max(batch.q_lens, default=1) * spec.group
-        tile = tiling(spec.head_dim, spec.v_dim, spec.v_in_k, tile_dtype(spec.queries, spec.dtype), most_rows)
+        tile = tiling(spec.head_dim, spec.v_dim, spec.v_in_k, spec.queries, spec.dtype, most_rows)
         tiles = [
             (sequence, row)
             for sequence, q_len in enumerate(batch.q_lens)

@@ -60,6 +60,11 @@ def dims(head_dim: int, v_dim: int, v_in_k: bool) -> Dims:
     return Dims(main, 0, _power(v_dim))
 
 
+def _is_wide(q_dtype: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether products are of fp32: of 16 bits they would lose something of what is stored."""
+    return q_dtype not in (torch.bfloat16, torch.float16) or dtype not in (q_dtype, *LARGEST)
+
+
 class Tiling(NamedTuple):
     """Launch parameters: rows and keys of a step, warps, stages of the pipeline, programs that an SM runs at a time."""
 
@@ -70,13 +75,15 @@ class Tiling(NamedTuple):
     resident: int
 
 
-def tiling(head_dim: int, v_dim: int, v_in_k: bool, dtype: torch.dtype, most_rows: int) -> Tiling:
-    """Launch parameters for a pool of such keys, whose sequences have at most ``most_rows`` rows.
+def tiling(head_dim: int, v_dim: int, v_in_k: bool, q_dtype: torch.dtype, dtype: torch.dtype, most_rows: int) -> Tiling:
+    """Launch parameters for queries of ``q_dtype`` over a pool of ``dtype``, and at most ``most_rows`` rows a sequence.
 
-    Compiled for capability 9.0 these spill next to no registers (``tests/kernels/test_compiled.py``).
+    Compiled for capability 9.0 these spill few registers (``tests/kernels/test_compiled.py`` has the bounds).
     """
     read = dims(head_dim, v_dim, v_in_k).read
     wide = read >= 512
+    if _is_wide(q_dtype, dtype) and dtype != torch.float32:
+        return Tiling(16, 16, 8, 1, 1 if wide else 3)  # keys are widened to fp32 in registers, which takes most of them
     # fp32 products take no tensor cores, so that more rows would only take registers; 8 bits are widened in registers
     limit = 16 if dtype == torch.float32 else MAX_ROWS // 2 if wide and is_quantised(dtype) else MAX_ROWS
     rows = min(limit, _power(most_rows))
@@ -199,15 +206,6 @@ def _paged_attention(
     tl.store(lse_XTN + row_M * lse_T + head_M, lse_M, mask=live_M)
 
 
-def tile_dtype(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> torch.dtype:
-    """What :func:`tiling` is to be asked with: the pool's dtype where products are of 16 bits, else fp32."""
-    return torch.float32 if _is_wide(q_dtype, pool_dtype) else pool_dtype
-
-
-def _is_wide(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> bool:
-    return q_dtype not in (torch.bfloat16, torch.float16) or pool_dtype not in (q_dtype, *LARGEST)
-
-
 def product_dtypes(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
     """Of queries times keys, and of weights times values: what loses nothing of what is stored.
 
@@ -240,7 +238,7 @@ def launch_attention(
     K, V = v_SKV.shape[1:]
     product, weight = product_dtypes(q_TNH.dtype, k_SKH.dtype)
     tile = dims(H, V, v_in_k)
-    launch = tiling(H, V, v_in_k, tile_dtype(q_TNH.dtype, k_SKH.dtype), rows)
+    launch = tiling(H, V, v_in_k, q_TNH.dtype, k_SKH.dtype, rows)
     assert launch.rows == rows, "the tiles were cut for queries of another dtype"
     out_XTNV = q_TNH.new_empty(splits, T, N, V, dtype=torch.float32)
     lse_XTN = q_TNH.new_empty(splits, T, N, dtype=torch.float32)
