@@ -112,7 +112,12 @@ class LatentShape:
 
         Only where the values come first: the exchange carries one form for all tokens of a step.
         """
+        absorbed, expanded = self.operations(tokens, keys)
+        return self.values_first and 0 < expanded < absorbed
+
+    def operations(self, tokens: int, keys: int) -> tuple[int, int]:
+        """Multiplications per head of ``tokens`` queries over ``keys`` cached tokens: absorbed, and expanded."""
         D, P, R, V = self.qk_head_dim, self.rotated, self.rank, self.v_head_dim
         absorbed = tokens * R * (D + V) + tokens * keys * (R + P + R)
         expanded = keys * R * (D + V) + tokens * keys * (D + P + V)
-        return self.values_first and 0 < expanded < absorbed
+        return absorbed, expanded

@@ -60,14 +60,18 @@ def model_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     return tensors
 
 
-def layer_tensors(config: ModelConfig, *, experts: bool) -> dict[str, TensorSpec]:
-    """Every parameter of a layer by its name in the layer: one with experts, or with a dense MLP."""
+def layer_tensors(config: ModelConfig, *, experts: bool, numbers: range | None = None) -> dict[str, TensorSpec]:
+    """Every parameter of a layer by its name in the layer: one with experts, or with a dense MLP.
+
+    Args:
+        numbers: Only these experts.
+    """
     hidden = config.hidden_size
     attention = _attention(config) if config.mla is None else _latent_attention(config, config.mla)
     layer = _norm(config, "input_layernorm", hidden) | attention | _norm(config, "pre_mlp_layernorm", hidden)
     if not experts or config.moe is None:
         return layer | _mlp(config, "mlp", config.ffn_hidden_size)
-    return layer | _experts(config, config.moe)
+    return layer | _experts(config, config.moe, range(config.moe.num_experts) if numbers is None else numbers)
 
 
 def _layers(config: ModelConfig) -> range:
@@ -133,13 +137,13 @@ def _mlp(config: ModelConfig, prefix: str, ffn: int, *, expert: bool = False) ->
     return {f"{prefix}.{name}": spec for name, spec in tensors.items()}
 
 
-def _experts(config: ModelConfig, moe: MoEConfig) -> dict[str, TensorSpec]:
+def _experts(config: ModelConfig, moe: MoEConfig, numbers: range) -> dict[str, TensorSpec]:
     tensors = {"mlp.router.weight": TensorSpec((moe.num_experts, config.hidden_size))}
     if config.add_bias_linear:
         tensors["mlp.router.bias"] = TensorSpec((moe.num_experts,))
     if moe.moe_router_enable_expert_bias:
         tensors["mlp.router.expert_bias"] = TensorSpec((moe.num_experts,))
-    for expert in range(moe.num_experts):
+    for expert in numbers:
         tensors |= _mlp(config, f"mlp.experts.local_experts.{expert}", moe.moe_ffn_hidden_size, expert=True)
     if moe.moe_shared_expert_intermediate_size is not None:
         tensors |= _mlp(config, "mlp.shared_experts", moe.moe_shared_expert_intermediate_size)

@@ -27,7 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("parallel_state",),
     ("kernels",),
     ("cache", "attention", "comm"),
-    ("layers",),
+    ("layers", "planner"),
     ("checkpoint",),
     ("engine",),
     ("server",),
@@ -78,6 +78,10 @@ WITHOUT_TORCH = (
     "engine/scheduler.py",
     "engine/stats.py",
     "engine/wire.py",
+    "planner/__init__.py",
+    "planner/plot.py",
+    "planner/prefill.py",
+    "planner/render.py",
 )
 
 
