@@ -147,7 +147,7 @@ def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
     given = [name for name, _ in _SHAPE if getattr(args, name[2:].replace("-", "_")) is not None]
     if args.model is None:
         if missing := [name for name, _ in _SHAPE if name not in given]:
-            raise ValueError(f"give a MODEL, or its shape: {', '.join(missing)} {'are' if given else 'all'} missing")
+            raise ValueError(f"give a MODEL, or its shape: {', '.join(missing)} are missing")
         return "model", _shape(args)
     if given:
         raise ValueError(f"{given[0]} is for a model without a name; leave out {given[0]} or {args.model!r}")

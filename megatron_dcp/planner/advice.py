@@ -37,7 +37,7 @@ def binding(step: StepTime) -> tuple[str, float]:
 
 def problems(plan: Plan) -> list[str]:
     """Why configurations do not fit, those that miss by least first."""
-    missing = [row for row in plan.rows if row.problem is not None]
+    missing = plan.distinct([row for row in plan.rows if row.problem is not None])
     lines = [f"{row.candidate.name}: {row.problem}" for row in missing[:SHOWN_PROBLEMS]]
     if len(missing) > SHOWN_PROBLEMS:
         lines.append(f"and {len(missing) - SHOWN_PROBLEMS} more")

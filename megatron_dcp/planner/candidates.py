@@ -219,13 +219,14 @@ def _explain(model: ModelConfig, gpus: int, pins: Pins) -> None:
         decode_context_parallel_size=dcp,
         dcp_layout=layout,
         expert_model_parallel_size=pins.ep or 1,
-        expert_tensor_parallel_size=pins.expert_tp or (1 if model.whole_experts else None),
+        expert_tensor_parallel_size=pins.expert_tp or 1,
     )
     check_within_tp_bound(parallel, model.cached_kv_heads)
     model.check_expert_parallel(pins.ep or 1, pins.expert_tp or 1, ranks=gpus)
     parallel.check_world_size(gpus)
     said = ", ".join(f"{name}={value}" for name, value in vars(pins).items() if name in _SIZES and value is not None)
-    raise ValueError(f"no legal configuration of {gpus} GPUs has {said}; leave one of them out")
+    hint = " (ranks that share experts are among those of tp x dcp)" if model.moe is not None else ""
+    raise ValueError(f"no legal configuration of {gpus} GPUs has {said}{hint}; leave one of them out")
 
 
 _SIZES = ("tp", "pp", "dcp", "ep", "expert_tp", "layout", "exchange")

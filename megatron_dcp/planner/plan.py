@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from megatron_dcp.config import EngineConfig, check_at_least
 from megatron_dcp.model_config import ModelConfig
@@ -94,11 +97,11 @@ class Plan:
     workload: Workload
     rows: tuple[Row, ...]
 
-    @property
+    @cached_property
     def fitting(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.problem is None)
 
-    @property
+    @cached_property
     def best(self) -> Row | None:
         """The one to take: the fastest that fits; among those as fast, the one with the least dcp, then the most room.
 
@@ -110,6 +113,18 @@ class Plan:
         bound = min(row.tpot_s for row in able) * SAME
         near = [row for row in able if row.tpot_s <= bound]
         return min(near, key=_simplest)
+
+    def distinct(self, rows: Sequence[Row]) -> list[Row]:
+        """Of configurations that take the same time and differ in how experts are shared only, one: the best, if it is
+        among them, else the first.
+        """
+        seen: dict[tuple[Any, ...], Row] = {}
+        for row in rows:
+            one = row.candidate
+            kind = one.tp, one.dcp, one.layout, one.pp, one.dp, one.kv_cache_dtype, round(row.tpot_s, 5)
+            if kind not in seen or row is self.best:
+                seen[kind] = row
+        return list(seen.values())
 
     def next_dcp(self, row: Row) -> Row | None:
         """The configuration most like ``row`` with the next larger dcp on the same GPUs; one that fits, if any does."""

@@ -20,11 +20,13 @@ _COLUMNS = (
 def render(plan: Plan, top: int) -> str:
     """The ``top`` configurations of a plan, the advice, and what does not fit."""
     lines = [*_head(plan), ""]
-    shown = distinct(plan.fitting)[:top]
-    if shown:
+    fitting = plan.distinct(plan.fitting)
+    if shown := fitting[:top]:
+        if plan.best is not None and plan.best not in shown:
+            shown[-1] = plan.best
         lines += _table(plan, shown)
-        if len(plan.fitting) > len(shown):
-            lines.append(f"{len(plan.fitting) - len(shown)} more fit (--top, --json)")
+        if len(fitting) > len(shown):
+            lines.append(f"{len(fitting) - len(shown)} more fit (--top, --json)")
         lines.append("")
     lines.append(advise(plan))
     if missing := problems(plan):
@@ -82,8 +84,8 @@ def _row_dict(row: Row) -> dict[str, Any]:
 
 def _head(plan: Plan) -> list[str]:
     work, one = plan.workload, plan.machine
-    stored = {row.candidate.kv_cache_dtype for row in plan.rows}
-    cached = kv_dtype(work.weight_dtype) if stored == {"auto"} else ", ".join(sorted(stored))
+    stored = sorted({row.candidate.kv_cache_dtype for row in plan.rows})
+    cached = " and ".join(kv_dtype(work.weight_dtype) if name == "auto" else name for name in stored)
     parameters = f"{count_parameters(plan.model) / 1e9:.1f} B parameters"
     head = [
         f"{plan.model_name}: {parameters} in {work.weight_dtype}, KV in {cached}",
@@ -94,15 +96,6 @@ def _head(plan: Plan) -> list[str]:
     if work.weight_dtype in ("fp8", "mxfp4", "nvfp4"):
         head.append(f"{work.weight_dtype} weights are for planning: the engine computes with 16 or 32 bits")
     return head
-
-
-def distinct(rows: tuple[Row, ...]) -> list[Row]:
-    """Of configurations that differ in how experts are shared only, the first: the others take the same time."""
-    seen: dict[tuple[Any, ...], Row] = {}
-    for row in rows:
-        one = row.candidate
-        seen.setdefault((one.tp, one.dcp, one.layout, one.pp, one.dp, one.kv_cache_dtype, round(row.tpot_s, 5)), row)
-    return list(seen.values())
 
 
 def _table(plan: Plan, rows: list[Row]) -> list[str]:
