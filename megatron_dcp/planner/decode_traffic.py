@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import padded_vocab_size
 from megatron_dcp.planner.candidates import Candidate
 from megatron_dcp.planner.machine import Sent
 from megatron_dcp.planner.memory import attention_shape, latent_shape
@@ -94,4 +95,5 @@ def step_traffic(model: ModelConfig, candidate: Candidate, dtype: str, tokens: i
     hidden = tokens * model.hidden_size * size
     yield groups.all_reduce("embedding", "tp", hidden)
     yield groups.sent("stages", "send", "pp", (candidate.pp - 1) * hidden, calls=candidate.pp - 1)
-    yield groups.all_gather("logits", "tp", tokens * model.padded_vocab_size / candidate.tp * size)
+    rows = padded_vocab_size(model.vocab_size, candidate.tp) // candidate.tp
+    yield groups.all_gather("logits", "tp", tokens * rows * size)
