@@ -196,7 +196,8 @@ class EngineConfig:
             what the environment variable ``MEGATRON_DCP_BACKEND`` names, else the first of these that can serve the
             model here; ``megatron-dcp env`` shows which can, and why others cannot.
         cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed: ``full`` with the exchanges in them,
-            ``piecewise`` with the exchanges (and experts) between them.
+            ``piecewise`` with the exchanges (and experts) between them. What attention takes of a replayed step is not
+            counted apart.
         symmetric_memory: Let small exchanges between the GPUs of one machine go by torch's symmetric memory rather than
             NCCL.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin

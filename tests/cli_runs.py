@@ -32,7 +32,10 @@ def lines_of(path: str | Path) -> list[dict[str, Any]]:
 
 
 def run_main(rank: int, world: int, commands: list[list[list[str]]]) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of command lines; each is one for all ranks, or one for each."""
+    """Exit code, stdout and stderr of command lines; each is one for all ranks, or one for each.
+
+    Without what a run says of itself once, which has tests of its own.
+    """
     from megatron_dcp import parallel_state
     from megatron_dcp.cli import main
 
@@ -42,7 +45,9 @@ def run_main(rank: int, world: int, commands: list[list[list[str]]]) -> list[tup
         with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
             code = main(command[rank % len(command)])
         parallel_state.destroy_model_parallel()
-        results.append((code, out.getvalue(), err.getvalue()))
+        lines = err.getvalue().splitlines(keepends=True)
+        stderr = "".join(line for line in lines if not line.startswith(("megatron_dcp: ", "  ")))
+        results.append((code, out.getvalue(), stderr))
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     return results
 

@@ -82,6 +82,12 @@ ORTHOGONAL = [
     (1, None, 10**9, "auto"),
 ]
 
+
+def orthogonal_settings(tp: int, dcp: int) -> list[tuple[Any, ...]]:
+    """All of them, or on many ranks, where a step takes long, every second: even ones at tp 2, odd ones at tp 4."""
+    return ORTHOGONAL if tp * dcp < 6 else ORTHOGONAL[tp // 4 :: 2]
+
+
 SIZES: dict[str, Any] = dict(q_lora_rank=24, kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=12)
 YARN = {
     "rope_type": "yarn",

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Lint, types and all tests; then, on a machine that has a Python for the newer line of Megatron-Core too, the tests that
-# cover every layer with that line. Arguments go to pytest:
+# Lint, types and all tests; and, on a machine that has a Python for the newer line of Megatron-Core too, beside them the
+# tests that cover every layer with that line. Arguments go to pytest:
 #
 #     bash tests/run.sh [-k NAME …]
 set -euo pipefail
@@ -23,31 +23,54 @@ newer_python() {
 }
 
 bash tools/setup_venv.sh .venv
+newer=""
+older=1
+if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+    older=0 # .venv itself has the newer line
+else
+    newer=$(newer_python)
+fi
+
+# Both lines at the same time: most tests leave a core idle.
+newer_log=$(mktemp)
+newer_pid=""
+stop() {
+    [ -z "$newer_pid" ] || kill -- "-$newer_pid" 2>/dev/null || true
+    rm -f "$newer_log"
+}
+trap stop EXIT
+if [ -n "$newer" ]; then
+    setsid bash -c 'bash tools/setup_venv.sh .venv-3.12 "$1" && shift && .venv-3.12/bin/python -m pytest "$@" -m mcore_line' \
+        newer_line "$newer" "$@" >"$newer_log" 2>&1 &
+    newer_pid=$!
+fi
+
+status=0
 say "ruff"
 sources=(setup.py megatron_dcp tests tools examples)
-.venv/bin/ruff format --check "${sources[@]}"
-.venv/bin/ruff check "${sources[@]}"
+.venv/bin/ruff format --check "${sources[@]}" || status=1
+.venv/bin/ruff check "${sources[@]}" || status=1
 say "mypy"
-.venv/bin/python -m mypy
+.venv/bin/python -m mypy || status=1
 say "pytest: Python $(.venv/bin/python -c 'import platform, importlib.metadata as m
 print(platform.python_version(), "with Megatron-Core", m.version("megatron-core"))')"
-.venv/bin/python -m pytest "$@"
+.venv/bin/python -m pytest "$@" || status=$?
 
-if .venv/bin/python -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
-    say "skipped: the older line of Megatron-Core, which is for Python 3.11; .venv has $(.venv/bin/python --version)"
-    exit 0
-fi
-newer=$(newer_python)
-if [ -z "$newer" ]; then
+if [ -n "$newer" ]; then
+    newer_status=0
+    wait "$newer_pid" || newer_status=$?
+    newer_pid=""
+    say "pytest: $(.venv-3.12/bin/python --version), the tests that cover every layer, run beside the others"
+    cat "$newer_log"
+    say "exit codes of the two lines: $status, $newer_status"
+    if [ "$newer_status" = 5 ] && [ "$#" -gt 0 ]; then
+        say "none of the chosen tests is for every line of Megatron-Core"
+    elif [ "$newer_status" != 0 ]; then
+        status=$newer_status
+    fi
+elif [ "$older" = 1 ]; then
     say "skipped: the newer line of Megatron-Core needs Python 3.12 or newer, and this machine has none"
-    exit 0
-fi
-bash tools/setup_venv.sh .venv-3.12 "$newer"
-say "pytest: $(.venv-3.12/bin/python --version), the tests that cover every layer"
-status=0
-.venv-3.12/bin/python -m pytest "$@" -m mcore_line || status=$?
-if [ "$status" = 5 ] && [ "$#" -gt 0 ]; then
-    say "none of the chosen tests is for every line of Megatron-Core"
-    exit 0
+else
+    say "skipped: the older line of Megatron-Core, which is for Python 3.11; .venv has $(.venv/bin/python --version)"
 fi
 exit "$status"

@@ -1,7 +1,8 @@
 """``bench.py kernels``: what one rank does in a decode step on one GPU, against the speed of a copy.
 
 What is measured
-    *write*, *pack*, *share*, *merge*: our kernels (on a CPU their twins) for `--batch` tokens of every shape. *attend*:
+    *write*, *pack*, *share*, *merge*: our kernels (on a CPU their twins) for `--batch` tokens of every shape and
+    for a chunk's. *attend*:
     decode attention of every back end that serves the shape, over the shards that dcp ranks would have of one long
     context per sequence, one shard after the other. Nothing is sent: the time of the exchange's bytes (``a2a``) at
     `--wire-gb` GB/s stands beside it.
@@ -32,6 +33,7 @@ from megatron_dcp.kernels import choice
 from megatron_dcp.traffic import expected_traffic
 
 COLD_BYTES = 256 << 20  # that a turn passes over at least: no cache holds them
+MANY_TOKENS = 2048  # of a chunk: what a few tokens take is the time of a launch, and no bandwidth
 
 
 @dataclass(frozen=True)
@@ -177,15 +179,13 @@ def _measurements(turns: Turns, arguments: argparse.Namespace) -> Iterator[tuple
     dtypes = [getattr(torch, name) for name in arguments.dtypes]
     for shape_name in arguments.shapes:
         shape = SHAPES[shape_name]
-        for dtype, tokens in (
-            (dtype, tokens) for dtype in dtypes for tokens in (arguments.batch, 64 * arguments.batch)
-        ):
+        for dtype, tokens in ((dtype, tokens) for dtype in dtypes for tokens in (arguments.batch, MANY_TOKENS)):
             yield (
                 f"write {shape_name} {dtype} {tokens} tokens",
                 lambda shape=shape, dtype=dtype, tokens=tokens: _write(turns, shape, dtype, tokens),
             )
         for ranks in (ranks for ranks in arguments.dcp if ranks > 1):
-            for tokens in (arguments.batch, 64 * arguments.batch):
+            for tokens in (arguments.batch, MANY_TOKENS):
                 for step in ("pack", "share", "merge"):
                     yield (
                         f"{step} {shape_name} dcp {ranks} {tokens} tokens",

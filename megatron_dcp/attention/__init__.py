@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -32,7 +31,6 @@ BACKENDS: tuple[type[AttentionBackend[Any]], ...] = (  # best first
     SDPABackend,
 )
 VARIABLE = "MEGATRON_DCP_BACKEND"
-_log = logging.getLogger("megatron_dcp")
 
 __all__ = [
     "BACKENDS",
@@ -69,7 +67,6 @@ def choose_backend(name: str, spec: AttentionSpec, *, environment: bool = True) 
         if refusal is None:
             chosen = f"{backend.name}: " + ("chosen" if name == "auto" else f"chosen by {source}")
             reason = "; ".join([*refusals, chosen])
-            _log.info("attention: %s", reason)
             return Attention(backend, spec, reason)
         refusals.append(f"{backend.name}: {refusal}, skipped" if name == "auto" else f"{backend.name}: {refusal}")
     raise ValueError(

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,18 +141,18 @@ class AttentionBatch:
                 old.copy_(new, non_blocking=True)
 
     def _on_host(self, blocks: int) -> BatchTensors:
-        starts = [0]
-        for q_len in self.q_lens:
-            starts.append(starts[-1] + q_len)
-        kv_lens = [self.visible[end - 1] for end in starts[1:]]
-        used = [
-            [max(0, block) for block in table[: self.blocks_needed(n)]]
-            for table, n in zip(self.block_tables, kv_lens, strict=True)
-        ]  # a kernel may prefetch what it masks later, so unneeded entries must be real blocks
-        width = max(1, blocks, *map(len, used)) if used else max(1, blocks)
-        tables = [table + [0] * (width - len(table)) for table in used]
-        lists = starts, self.visible, kv_lens, tables, self.hidden or None
-        return BatchTensors(*(None if x is None else torch.tensor(x, dtype=torch.int32) for x in lists))  # type: ignore[arg-type]
+        starts = np.concatenate(([0], np.cumsum(self.q_lens, dtype=np.int64)))
+        visible = np.array(self.visible, dtype=np.int32)
+        kv_lens = visible[starts[1:] - 1]
+        needed = [self.blocks_needed(int(n)) for n in kv_lens]
+        # a kernel may prefetch what it masks later, so entries that no query needs are real blocks too
+        tables = np.zeros((len(needed), max(1, blocks, *needed, 1)), dtype=np.int32)
+        for row, table, count in zip(tables, self.block_tables, needed, strict=True):
+            row[:count] = table[:count]
+        arrays = starts, visible, kv_lens, np.maximum(tables, 0), self.hidden or None
+        return BatchTensors(
+            *(None if x is None else torch.from_numpy(np.asarray(x, dtype=np.int32)) for x in arrays)  # type: ignore[arg-type]
+        )
 
 
 class AttentionBackend(ABC, Generic[PlanT]):

@@ -7,8 +7,11 @@ command line that is not understood, 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron_dcp.cli import arguments, convert, env, generate, plan, verify
 from megatron_dcp.cli.failure import failing_together
@@ -40,4 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         if not args.debug:
             warnings.simplefilter("ignore")  # optional packages that Megatron-Core misses, on every rank
-        return failing_together(lambda: args.run(args), args.command, debug=args.debug)
+        with _startup_on_stderr():
+            return failing_together(lambda: args.run(args), args.command, debug=args.debug)
+
+
+@contextmanager
+def _startup_on_stderr() -> Iterator[None]:
+    """Show what a run says once about itself (`megatron_dcp.engine.startup`)."""
+    logger, handler = logging.getLogger("megatron_dcp.startup"), logging.StreamHandler(sys.stderr)
+    level, logger.propagate = logger.level, False
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = True

@@ -31,6 +31,7 @@ from megatron_dcp.engine.prompts import PromptReader
 from megatron_dcp.engine.request import Request, RequestOutput
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.engine.sampler import Sampler
+from megatron_dcp.engine.startup import report_startup
 from megatron_dcp.engine.stats import EngineStats
 from megatron_dcp.engine.stops import StopStrings
 from megatron_dcp.metrics import Metrics
@@ -246,7 +247,7 @@ class Front:
         return tokens[:-1] if ended else tokens
 
     def _make_runner(self, num_blocks: int | None) -> Runner:
-        return ModelRunner(
+        runner = ModelRunner(
             self.model,
             self.groups,
             cache=self.cache_config if num_blocks is None else replace(self.cache_config, num_blocks=num_blocks),
@@ -255,6 +256,8 @@ class Front:
             max_sequence_length=self.prompt_reader.max_sequence_length,
             metrics=self.metrics,
         )
+        report_startup(runner)
+        return runner
 
 
 @contextmanager

@@ -24,6 +24,11 @@ def unusable(device: torch.device) -> str | None:
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         return None if capability >= (8, 0) else f"compute capability {capability[0]}.{capability[1]} is below 8.0"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if is_interpreted():
         return None
     return f"no kernels for {device.type}, only for a GPU (or any device with TRITON_INTERPRET=1, slowly, as a test)"
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in Python, on any device: for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_dcp.kernels import is_interpreted
 from megatron_dcp.kernels.merging import launch_merge
-from megatron_dcp.shard import is_quantised
+from megatron_dcp.shard import LARGEST, is_quantised
 
 LOG2_E = math.log2(math.e)
 STEP_BYTES = 32 << 10  # keys and values of one step in shared memory; a few steps are in flight
@@ -202,14 +203,13 @@ def product_dtypes(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dt
     """Of queries times keys, and of weights times values: what loses nothing of what is stored.
 
     8 bits are exact in 16, but weights times scales of values need the range of bfloat16. The interpreter multiplies
-    the bits of bfloat16 as if they were numbers, so it gets fp32 throughout.
+    the bits of bfloat16 as if they were numbers, so it gets fp32 instead.
     """
-    if triton.knobs.runtime.interpret or q_dtype not in (torch.bfloat16, torch.float16):
+    bfloat16 = tl.float32 if is_interpreted() else tl.bfloat16
+    half = {torch.bfloat16: bfloat16, torch.float16: tl.float16}.get(q_dtype)
+    if half is None or pool_dtype not in (q_dtype, *LARGEST):
         return tl.float32, tl.float32
-    half = tl.bfloat16 if q_dtype == torch.bfloat16 else tl.float16
-    if is_quantised(pool_dtype):
-        return half, tl.bfloat16
-    return (half, half) if pool_dtype == q_dtype else (tl.float32, tl.float32)
+    return half, bfloat16 if is_quantised(pool_dtype) else half
 
 
 def launch_attention(

@@ -17,6 +17,7 @@ from megatron_dcp.kernels import twins
 from megatron_dcp.merge import merge_partials
 
 TILE = 2048  # numbers of a program
+MERGE_TILE = 4 * TILE
 
 
 @triton.jit
@@ -27,39 +28,45 @@ def _rows(T, N, M: tl.constexpr):
 
 
 @triton.jit
-def _peak_and_total(lse_M, stride_P, P, live_M, M: tl.constexpr):
-    """Largest LSE (0 where every one is -inf; NaN if one is) and the sum of weights relative to it, in order."""
-    peak_M = tl.full([M], float("-inf"), tl.float32)
-    for p in range(P):
-        lse = tl.load(lse_M + p * stride_P, mask=live_M, other=float("-inf"))
-        peak_M = tl.maximum(peak_M, lse, propagate_nan=tl.PropagateNan.ALL)
+def _load_lse(lse_M, stride_P, p_P, P, live_M):
+    """LSEs of some partials, all at once: one after the other they would take as many latencies of the memory."""
+    real_PM = (p_P < P)[:, None] & live_M[None, :]
+    return tl.load(lse_M[None, :] + (p_P.to(tl.int64) * stride_P)[:, None], mask=real_PM, other=float("-inf"))
+
+
+@triton.jit
+def _peak_and_total(lse_M, stride_P, P, live_M, ALL: tl.constexpr):
+    """Largest LSE (0 where every one is -inf) and the sum of weights relative to it: NaN if an LSE is."""
+    lse_PM = _load_lse(lse_M, stride_P, tl.arange(0, ALL), P, live_M)
+    peak_M = tl.max(lse_PM, 0)
     safe_M = tl.where(peak_M == float("-inf"), 0.0, peak_M)
-    total_M = tl.zeros([M], tl.float32)
-    for p in range(P):
-        total_M += tl.exp(tl.load(lse_M + p * stride_P, mask=live_M, other=float("-inf")) - safe_M)
-    return safe_M, total_M
+    return safe_M, tl.sum(tl.exp(lse_PM - safe_M[None, :]), 0)
 
 
 @triton.jit(do_not_specialize=["P", "T", "out_P", "lse_P"])
 def _merge(
     out_PTNH, lse_PTN, merged_TNH, merged_lse_TN,
     P, T, N, out_P, out_T, out_N, lse_P, lse_T, lse_N, merged_T, merged_N, merged_lse_T, merged_lse_N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
+    """``SOME`` of the partials at a time; the order depends on nothing but ``P``, so ranks get the same bits."""
     token_M, head_M, live_M = _rows(T, N, M)
     lse_M = lse_PTN + token_M * lse_T + head_M * lse_N
-    safe_M, total_M = _peak_and_total(lse_M, lse_P, P, live_M, M)
+    safe_M, total_M = _peak_and_total(lse_M, lse_P, P, live_M, ALL)
     tl.store(merged_lse_TN + token_M * merged_lse_T + head_M * merged_lse_N, safe_M + tl.log(total_M), mask=live_M)
     divisor_M = tl.where(total_M == 0.0, 1.0, total_M)
     d_D = tl.arange(0, D)
     out_M = out_PTNH + token_M * out_T + head_M * out_N
     sum_MD = tl.zeros([M, D], tl.float32)
-    for p in range(P):
-        lse = tl.load(lse_M + p * lse_P, mask=live_M, other=float("-inf"))
-        weight_M = tl.div_rn(tl.exp(lse - safe_M), divisor_M)
-        counts_MD = (live_M & (weight_M != 0.0))[:, None] & (d_D < H)[None, :]  # what weighs nothing may be NaN
-        sum_MD += tl.load(out_M[:, None] + d_D[None, :], mask=counts_MD, other=0.0) * weight_M[:, None]
-        out_M += out_P
+    for p in range(0, P, SOME):
+        p_P = p + tl.arange(0, SOME)
+        lse_PM = _load_lse(lse_M, lse_P, p_P, P, live_M)
+        weight_PM = tl.div_rn(tl.exp(lse_PM - safe_M[None, :]), tl.broadcast_to(divisor_M[None, :], lse_PM.shape))
+        # what weighs nothing may be NaN
+        counts_PMD = ((weight_PM != 0.0) & live_M[None, :] & (p_P < P)[:, None])[:, :, None] & (d_D < H)[None, None, :]
+        out_PM = out_M[None, :] + (p_P.to(tl.int64) * out_P)[:, None]
+        x_PMD = tl.load(out_PM[:, :, None] + d_D[None, None, :], mask=counts_PMD, other=0.0)
+        sum_MD += tl.sum(x_PMD * weight_PM[:, :, None], 0)
     merged_M = merged_TNH + token_M * merged_T + head_M * merged_N
     tl.store(merged_M[:, None] + d_D[None, :], sum_MD, mask=live_M[:, None] & (d_D < H)[None, :])
 
@@ -68,11 +75,11 @@ def _merge(
 def _share(
     out_TNH, lse_PTN, share_TNH,
     own, P, T, N, out_T, out_N, lse_P, lse_T, lse_N, share_T, share_N,
-    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    H: tl.constexpr, M: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     token_M, head_M, live_M = _rows(T, N, M)
     lse_M = lse_PTN + token_M * lse_T + head_M * lse_N
-    safe_M, total_M = _peak_and_total(lse_M, lse_P, P, live_M, M)
+    safe_M, total_M = _peak_and_total(lse_M, lse_P, P, live_M, ALL)
     lse = tl.load(lse_M + own * lse_P, mask=live_M, other=float("-inf"))
     weight_M = tl.div_rn(tl.exp(lse - safe_M), tl.where(total_M == 0.0, 1.0, total_M))
     d_D = tl.arange(0, D)
@@ -112,7 +119,10 @@ def launch_merge(out_PTNH: Tensor, lse_PTN: Tensor) -> tuple[Tensor, Tensor]:
     assert out_PTNH.stride(3) == 1, "dims lie side by side"
     merged_TNH, merged_lse_TN = out_PTNH.new_empty(T, N, H), lse_PTN.new_empty(T, N)
     if merged_lse_TN.numel():
-        grid, tile = _tile(T * N, H)
+        # of splits there are many: as many at a time as a tile holds
+        some = min(triton.next_power_of_2(P), max(1, MERGE_TILE // triton.next_power_of_2(H)))
+        grid, tile = _tile(T * N, some * H)
+        tile |= {"D": triton.next_power_of_2(H), "ALL": triton.next_power_of_2(P), "SOME": some}
         _merge[grid](
             out_PTNH, lse_PTN, merged_TNH, merged_lse_TN, P, T, N, *out_PTNH.stride()[:3], *lse_PTN.stride(),
             *merged_TNH.stride()[:2], *merged_lse_TN.stride(), H=H, **tile,
@@ -127,6 +137,7 @@ def launch_share(out_TNH: Tensor, lse_PTN: Tensor, own: int, share_TNH: Tensor) 
     assert share_TNH.stride(2) == 1 and share_TNH.dtype == torch.float32
     if T * N:
         grid, tile = _tile(T * N, H)
+        tile["ALL"] = triton.next_power_of_2(len(lse_PTN))
         _share[grid](
             out_TNH, lse_PTN, share_TNH, own, len(lse_PTN), T, N, *out_TNH.stride()[:2], *lse_PTN.stride(),
             *share_TNH.stride()[:2], H=H, **tile,

@@ -32,9 +32,10 @@ from megatron_dcp.cache.sizes import StripeSizes, slab_blocks
 from megatron_dcp.comm.collectives import all_gather, all_to_all
 from megatron_dcp.comm.ring import ring
 from megatron_dcp.config import PrefillName
+from megatron_dcp.kernels.choice import merge_partials
 from megatron_dcp.layers.context import DCPContext
 from megatron_dcp.layers.sink import count_sinks
-from megatron_dcp.merge import merge_into, merge_partials
+from megatron_dcp.merge import merge_into
 from megatron_dcp.shard import Shard
 
 MIN_TOKENS = 64  # of a step: fewer take no shorter where they are dealt out

@@ -50,6 +50,7 @@ OWN = [
     Case(sequences=((40, 90), (1, 70)), window=24, group=8, head_dim=128, kv_heads=1, dtype=torch.bfloat16),
     Case(sequences=((1, 400), (1, 333)), dcp_size=2, kv_heads=1, group=4, head_dim=128, dtype=torch.float8_e4m3fn),
 ]
+OWN += [replace(LATENT, sequences=((1, 90), (2, 30)), dtype=torch.float16, head_dim=80, v_dim=64)]
 LIMIT = 9_000  # two of CASES take a minute each; what is cut off with them is in OWN
 CHOSEN = [*cover([case for case in CASES if cost(case) < LIMIT]), *OWN]
 
@@ -63,7 +64,10 @@ MANY_SPLITS = [
 
 
 def hold(case: Case) -> None:
-    check(PagedBackend(), case)
+    """Float16 is multiplied as on a GPU: weights are then sums of two numbers of 11 bits in small tiles, else one."""
+    rows = max(q_len for q_len, _ in case.sequences) * case.group
+    one_term = case.dtype == torch.float16 and rows > 16
+    check(PagedBackend(), case, atol=5e-4 if one_term else 5e-6)
 
 
 def hold_with_short_steps(case: Case) -> None:

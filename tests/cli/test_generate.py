@@ -170,6 +170,7 @@ def test_torchrun(tmp_path):
         "9", "--ignore-eos", "--logprobs",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("megatron_dcp: tp 1 x dcp 2 (orthogonal), pp 1\n  ranks      dcp [0 1]; ") == 1
     check_outputs(lines_of(out), 9)
 
 

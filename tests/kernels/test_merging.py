@@ -12,8 +12,17 @@ from megatron_dcp.merge import merge_partials
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-# P, T, N, H: rows that fill no tile, one partial, no token, no head, a latent's width, two rows in a tile
-SHAPES = [(1, 3, 5, 7), (2, 4, 3, 16), (4, 5, 7, 24), (8, 3, 2, 512), (3, 0, 4, 8), (3, 4, 0, 8), (2, 100, 3, 16)]
+# P, T, N, H: rows that fill no tile, one partial, no token, no head, a latent's width, two rows in a tile, many splits
+SHAPES = [
+    (1, 3, 5, 7),
+    (2, 4, 3, 16),
+    (4, 5, 7, 24),
+    (8, 3, 2, 512),
+    (3, 0, 4, 8),
+    (3, 4, 0, 8),
+    (2, 100, 3, 16),
+    (20, 3, 2, 512),
+]
 CLOSE = dict(rtol=2e-6, atol=2e-6, equal_nan=True)
 
 

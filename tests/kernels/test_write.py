@@ -67,7 +67,9 @@ def round_as_torch_does(dtype: torch.dtype) -> None:
     shard, expected = (Shard(*(torch.zeros(64, 1, 256, dtype=dtype),) * 2, *(torch.zeros(64, 1),) * 2) for _ in "ab")
     largest = LARGEST.get(dtype, 1e30)
     if dtype == torch.bfloat16:
-        every = (torch.arange(64 * 255) * 263717 % 2**31).to(torch.int32).view(torch.float32)
+        bits = torch.arange(64 * 255) * 263717 % 2**31
+        bits[::2] = bits[::2] & ~0xFFFF | 0x8000  # ties
+        every = bits.to(torch.int32).view(torch.float32)
         shard, expected = (Shard(*(torch.zeros(64, 1, 256, dtype=dtype),) * 2) for _ in "ab")
     elif dtype == torch.int8:
         every = torch.cat([torch.arange(-127, 127) + 0.5, torch.randn(64 * 255 - 254) * 60])
@@ -87,6 +89,28 @@ def round_as_torch_does(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_roundings(dtype: torch.dtype) -> None:
     interpreted(round_as_torch_does, dtype)
+
+
+def divide_as_torch_does(dtype: torch.dtype) -> None:
+    """Heads of any scale, whose numbers are all at the middle between two that are stored, or next to it."""
+    from megatron_dcp.kernels.write import launch_write
+
+    torch.manual_seed(0)
+    largest = LARGEST[dtype]
+    whole = torch.arange(127.0) if dtype == torch.int8 else torch.arange(127, dtype=torch.uint8).view(dtype).float()
+    middles = (whole[1:] + whole[:-1]) / 2
+    peak_t1 = torch.rand(256, 1) * 100 + 1
+    k = torch.cat([peak_t1, middles * (peak_t1 / largest)], -1).unsqueeze(1)
+    assert k.shape == (256, 1, 127)
+    shard, expected = (Shard(*(torch.zeros(256, 1, 127, dtype=dtype),) * 2, *(torch.zeros(256, 1),) * 2) for _ in "ab")
+    launch_write(torch.arange(256), k, None, *shard)
+    twin(torch.arange(256), k, None, expected)
+    assert same(shard.k_SKH, expected.k_SKH) and same(shard.k_scale_SK, expected.k_scale_SK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_divisions(dtype: torch.dtype) -> None:
+    interpreted(divide_as_torch_does, dtype)
 
 
 def write_far_and_nowhere() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from layer_cases import ORTHOGONAL, WITHIN_TP, sharded_errors
+from layer_cases import WITHIN_TP, orthogonal_settings, sharded_errors
 
 from workers import run_on_ranks
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.mcore_line
 
 @pytest.mark.parametrize("tp,dcp", [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (2, 2), (2, 3), (2, 4), (4, 2)])
 def test_orthogonal(tp, dcp):
-    for errors in run_on_ranks(tp * dcp, sharded_errors, tp, dcp, "orthogonal", {}, ORTHOGONAL):
+    for errors in run_on_ranks(tp * dcp, sharded_errors, tp, dcp, "orthogonal", {}, orthogonal_settings(tp, dcp)):
         assert max(errors.values()) < 1e-5, errors
 
 

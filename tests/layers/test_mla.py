@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from layer_cases import BLOCK, ORTHOGONAL, WITHIN_TP, YARN, largest_error, mla, sharded_errors, texts_for, wanted_logits
+from layer_cases import (
+    BLOCK,
+    WITHIN_TP,
+    YARN,
+    largest_error,
+    mla,
+    orthogonal_settings,
+    sharded_errors,
+    texts_for,
+    wanted_logits,
+)
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron_models import (
     make_runner,
@@ -32,7 +42,9 @@ pytestmark = pytest.mark.mcore_line
 
 @pytest.mark.parametrize("tp,dcp", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (2, 3), (4, 2)])
 def test_orthogonal(tp, dcp):
-    for errors in run_on_ranks(tp * dcp, sharded_errors, tp, dcp, "orthogonal", mla(YARN), ORTHOGONAL):
+    for errors in run_on_ranks(
+        tp * dcp, sharded_errors, tp, dcp, "orthogonal", mla(YARN), orthogonal_settings(tp, dcp)
+    ):
         assert max(errors.values()) < 1e-5, errors
 
 

@@ -17,8 +17,13 @@ TESTS = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def row(name: str, ratio: float | None, keys: int = 65536) -> dict[str, object]:
-    return {"name": name, "keys": keys, **({"refused": "no"} if ratio is None else {"ratio_to_copy": ratio})}
+def row(name: str, ratio: float | None, keys: int = 65536, size: int = 64 << 20) -> dict[str, object]:
+    return {
+        "name": name,
+        "keys": keys,
+        "bytes": size,
+        **({"refused": "no"} if ratio is None else {"ratio_to_copy": ratio}),
+    }
 
 
 def report(folder: Path, rows: list[dict[str, object]] | None, tests: int = 0) -> tuple[int, dict]:
@@ -39,7 +44,8 @@ def test_the_best_back_end_counts(tmp_path: Path, sdpa: float | None, reached: b
         row("attend sdpa gqa torch.bfloat16 context 65536 dcp 1", sdpa),
         row("attend te mla torch.bfloat16 context 65536 dcp 1", 0.1),
         row("attend te gqa torch.bfloat16 context 65536 dcp 8", 0.1, keys=8192),
-        row("merge gqa dcp 2 64 tokens", 0.75),
+        row("merge gqa dcp 2 2048 tokens", 0.75),
+        row("merge gqa dcp 2 1 tokens", 0.01, size=1 << 20),
         row("write gqa torch.bfloat16 1 tokens", 0.01),
     ]
     code, found = report(tmp_path, rows)
