@@ -31,8 +31,9 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         commands,
         "plan",
         "List what fits on some GPUs, with bytes, traffic and time, and recommend one.",
-        "Needs no GPU. MODEL is a well-known model, a checkpoint, or a config.json of Hugging Face; without it, give\n"
-        "the shape. Times are estimates of a roofline and of latencies that are assumed: docs/planner.md.",
+        "Needs no GPU.\n\n"
+        "MODEL is a well-known model, a checkpoint, or a config.json of Hugging Face; without it, give the shape.\n"
+        "Times are estimates: a roofline, and latencies that are assumed (docs/planner.md).",
         EXAMPLE,
     )
     parser.add_argument(

@@ -23,7 +23,7 @@ def advise(plan: Plan) -> str:
     binds, seconds = binding(best.step)
     room = plan.workload.memory_share * plan.machine.memory_bytes
     first = (
-        f"Take {best.candidate.name}: of {_ms(best.tpot_s)} per token, {_PARTS[binds]} is the largest part "
+        f"Take {best.candidate.name}: of {_ms(best.tpot_s)} per token, the largest part is {_PARTS[binds]} "
         f"({_ms(seconds)}), with {_gb(best.memory.total)} of the {_gb(room)} of a GPU in use."
     )
     return f"{first} {_next(plan, best)}"
@@ -47,7 +47,8 @@ def problems(plan: Plan) -> list[str]:
 def _next(plan: Plan, best: Row) -> str:
     other = plan.next_dcp(best)
     if other is None:
-        return f"No larger dcp than {best.candidate.dcp} is among the listed configurations of these {plan.gpus} GPUs."
+        gpus = f"{plan.gpus} GPU{'s' if plan.gpus > 1 else ''}"
+        return f"No larger dcp than {best.candidate.dcp} is among the listed configurations of {gpus}."
     more, memory = other.tpot_s - best.tpot_s, other.memory
     time = f"{_ms(abs(more))} {'more' if more >= 0 else 'less'} per token"
     exchange = other.step.exchange - best.step.exchange

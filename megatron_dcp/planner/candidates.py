@@ -21,6 +21,8 @@ from megatron_dcp.config import (
 from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.model_tensors import padded_vocab_size
 
+MOST_GPUS = 4096  # whose configurations are listed in seconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class Pins:
@@ -109,6 +111,8 @@ def candidates(model: ModelConfig, gpus: int, pins: Pins) -> list[Candidate]:
         ValueError: There is none; with the rule that the pinned sizes break, where one alone does.
     """
     check_at_least("gpus", gpus, 1)
+    if gpus > MOST_GPUS:
+        raise ValueError(f"gpus={gpus} is above {MOST_GPUS}; plan for the GPUs of one replica, or of a few")
     found = [
         Candidate(
             parallel=parallel,

@@ -222,6 +222,6 @@ def _problem(own: Memory, limit: float, most: int, longest: int, workload: Workl
         return f"weights of {own.weights / gb:.1f} GB alone exceed {room:.1f} GB"
     if most == 0:
         return f"one sequence of {workload.context} tokens does not fit beside {own.weights / gb:.1f} GB of weights"
-    return f"{own.total / gb:.1f} GB exceed {room:.1f} GB; {most} sequences per replica would fit" + (
+    return f"{own.total / gb:.2f} GB exceed {room:.2f} GB; {most} sequences per replica would fit" + (
         f", or {longest} tokens" if longest else ""
     )

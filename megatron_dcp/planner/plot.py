@@ -11,15 +11,16 @@ _PARTS = (("weights", "weights"), ("kv", "KV cache"), ("activations", "activatio
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#8172b3")
 _MARKERS = "os^vD*XPd<>"
 _MISSED = "#c44e52"
+MOST_ROWS = 40  # that can be told apart
 
 
 def plot(plan: Plan, path: str, top: int) -> None:
-    """Draw the ``top`` configurations to ``path``, those that fit first.
+    """Draw the ``top`` configurations to ``path``, at most `MOST_ROWS`, those that fit first.
 
     Raises:
         ValueError: matplotlib is not installed, or the file cannot be written.
     """
-    rows = plan.distinct(plan.rows)[:top]
+    rows = plan.distinct(plan.rows)[: min(top, MOST_ROWS)]
     figure = new_figure(path, 16, 4 + 0.45 * max(len(rows), 8))
     left, right = figure.subplots(1, 2)
     work = plan.workload

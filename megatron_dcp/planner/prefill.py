@@ -15,6 +15,8 @@ from megatron_dcp.planner.timing import (
 )
 from megatron_dcp.planner.weights import itemsize, layer_weights, products_in
 
+MOST_CHUNKS = 1024  # that are looked at one by one
+
 
 def prefill_seconds(
     model: ModelConfig, candidate: Candidate, machine: Machine, dtype: str, *, context: int, chunk: int
@@ -25,20 +27,21 @@ def prefill_seconds(
     keys travel while a rank attends. In ``within_tp`` every rank has every token, and partials are exchanged.
     """
     striped = candidate.dcp if candidate.layout == "orthogonal" else 1
-    kinds = layer_kinds(model)
-    seconds, start = 0.0, 0
+    kinds, attention = layer_kinds(model), _Attention(model, candidate, machine, dtype)
     steady: dict[tuple[int, bool], float] = {}  # what does not depend on where the chunk begins
-    attention = _Attention(model, candidate, machine, dtype)
-    while start < context:
+    chunks, seconds = -(-context // chunk), 0.0
+    stride = -(-chunks // MOST_CHUNKS)
+    for first in range(0, chunks, stride):
+        count = min(stride, chunks - first)
+        start = (first + (count - 1) // 2) * chunk  # time grows with it evenly: the middle one stands for all
         tokens = min(chunk, context - start)
-        own = -(-tokens // striped)
-        for (experts, window), count in kinds.items():
+        for (experts, window), layers in kinds.items():
             key = tokens, experts
             if key not in steady:
+                own = -(-tokens // striped)
                 steady[key] = _products(model, candidate, machine, dtype, tokens, own, experts=experts)
-            seconds += count * (steady[key] + attention.seconds(start, tokens, window=window))
-        seconds += machine.step_s
-        start += tokens
+            seconds += count * layers * (steady[key] + attention.seconds(start, tokens, window=window))
+        seconds += count * machine.step_s
     return seconds
 
 

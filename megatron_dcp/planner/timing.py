@@ -100,15 +100,15 @@ def decode_traffic(model: ModelConfig, candidate: Candidate, dtype: str, *, batc
     """What a rank sends in that step; the context takes no part."""
     one_token = list(attention_traffic(model, candidate, dtype, 1))
     attention = list(attention_traffic(model, candidate, dtype, batch))
-    sent = list(step_traffic(model, candidate, dtype, batch))
+    sent = [(1, one) for one in step_traffic(model, candidate, dtype, batch)]
     for (experts, _), count in layer_kinds(model).items():
-        sent += count * [*attention, *ffn_traffic(model, candidate, dtype, batch, experts=experts)]
-    sent = [one for one in sent if one.ranks > 1]
+        ffn = ffn_traffic(model, candidate, dtype, batch, experts=experts)
+        sent += [(count, one) for one in (*attention, *ffn)]
     return Traffic(
         exchange_bytes=sum(one.exchange_bytes for one in one_token),
         exchange_calls=sum(one.exchange_calls for one in one_token),
-        bytes=sum(one.bytes for one in sent),
-        calls=sum(one.calls for one in sent),
+        bytes=sum(count * one.bytes for count, one in sent),
+        calls=sum(count * one.calls for count, one in sent if one.ranks > 1),
     )
 
 

@@ -80,6 +80,7 @@ def test_pinned_sizes() -> None:
         ("gpt-oss-120b", 8, dict(expert_tp=2), "size=2 is not supported for experts with biases"),
         ("deepseek-v3", 8, dict(tp=2, dcp=1, ep=8), "no legal.* 8 GPUs has tp=2, dcp=1, ep=8 .ranks that share"),
         ("llama-3-70b", 0, {}, "gpus=0 must be a whole number >= 1"),
+        ("llama-3-70b", 2**31 - 1, {}, "gpus=2147483647 is above 4096"),
     ],
 )  # fmt: skip
 def test_impossible_sizes_name_the_rule(model: str, gpus: int, pins: dict[str, object], message: str) -> None:

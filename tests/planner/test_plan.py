@@ -56,7 +56,7 @@ def test_8_bit_caches_are_listed_and_not_recommended() -> None:
 def test_two_sentences_say_what_binds_and_what_more_dcp_would_cost() -> None:
     found = plan("qwen2.5-72b", context=131072, batch=8)
     first, second = advise(found).split(". ")
-    assert first.startswith("Take tp 8: of 20.3 ms per token, reading the KV cache is the largest part (11.2 ms)")
+    assert first.startswith("Take tp 8: of 20.3 ms per token, the largest part is reading the KV cache (11.2 ms)")
     assert first.endswith("with 61.2 GB of the 126.9 GB of a GPU in use")
     other = found.next_dcp(found.best)  # type: ignore[arg-type]
     assert other is not None and other.candidate.name == "tp 4 x dcp 2 (orthogonal)"
@@ -69,7 +69,7 @@ def test_two_sentences_say_what_binds_and_what_more_dcp_would_cost() -> None:
 
 def test_no_larger_dcp() -> None:
     found = plan("llama-3-8b", gpus=1, context=1024)
-    assert advise(found).endswith("No larger dcp than 1 is among the listed configurations of these 1 GPUs.")
+    assert advise(found).endswith("No larger dcp than 1 is among the listed configurations of 1 GPU.")
 
 
 def test_nothing_fits() -> None:

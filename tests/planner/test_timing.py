@@ -136,3 +136,12 @@ def test_a_slower_machine_is_slower() -> None:
         other = by_name[each.candidate.name].step
         assert other.kv == pytest.approx(2 * each.step.kv)
         assert other.exchange > each.step.exchange or each.candidate.dcp == 1
+
+
+def test_many_chunks_are_looked_at_in_groups() -> None:
+    """A hundred thousand chunks take as long as the smaller chunk says, and not as long to plan."""
+    at_once = row("llama-3-8b", Workload(context=131072, chunk=128), gpus=1)  # 1024 chunks
+    grouped = row("llama-3-8b", Workload(context=131072, chunk=127), gpus=1)  # 1033, two by two
+    assert grouped.ttft_s == pytest.approx(at_once.ttft_s, rel=0.02)
+    single = row("llama-3-8b", Workload(context=131072, chunk=1), gpus=1)
+    assert single.ttft_s > 131072 * single.step.overhead
