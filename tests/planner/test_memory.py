@@ -90,3 +90,10 @@ def test_largest_batch_and_context_fit_and_one_more_does_not(name: str) -> None:
     assert fits(context=row.largest_context)
     if row.largest_context < model.max_position_embeddings:
         assert not fits(context=row.largest_context + 1)
+
+
+def test_the_fullest_stage_counts() -> None:
+    """Two layers of Gemma on each of 31 stages: of most, both have a window."""
+    per_layer = 16 * 128 * 2 * 2 * 64
+    found = kv_bytes(MODELS["gemma-3-27b"], candidate(pp=31), "bfloat16", context=131072, batch=1)
+    assert found == per_layer * (2048 + 17)

@@ -40,6 +40,18 @@ def test_a_step_by_hand() -> None:
     assert step.total == step.weights + step.kv + step.collectives + step.overhead
 
 
+def test_an_exchange_by_hand() -> None:
+    """fold at tp 2 x dcp 4: a gather of LSEs, and the output's sum over 8 ranks rather than 2, in 80 layers."""
+    step = row("qwen2.5-72b", Workload(context=1024, batch=8), tp=2, dcp=4, layout="orthogonal").step
+    hidden = 8 * 8192 * 2
+    gather = 8e-6 + 3e-6 + 3 * 4 * 8 * 32 / 337.5e9
+    wide = 8e-6 + 6e-6 + 2 * 7 / 8 * hidden / 337.5e9
+    narrow = 8e-6 + 2e-6 + 2 * 1 / 2 * hidden / 337.5e9
+    assert step.exchange == pytest.approx(80 * (gather + wide - narrow))
+    alone = row("qwen2.5-72b", Workload(context=1024, batch=8), gpus=2, tp=2, dcp=1, pp=1).step
+    assert step.collectives == pytest.approx(alone.collectives)
+
+
 def test_products_take_over_from_reading_where_the_batch_is_large() -> None:
     small, large = (row("qwen2.5-72b", Workload(context=128, batch=b), tp=8).step for b in (1, 4096))
     layer = 8192 * (8192 + 2 * 1024) + 8192 * 8192 + 3 * 8192 * 29568
