@@ -8,6 +8,7 @@ read a tensor's values on the host, such as the dealing out of tokens to experts
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
@@ -56,7 +57,9 @@ class CUDAGraphs:
         return graph
 
     def end(self, graph: torch.cuda.CUDAGraph) -> None:
-        graph.capture_end()
+        with warnings.catch_warnings():  # nothing lies between experts and the collective that adds them up
+            warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
+            graph.capture_end()
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
         graph.replay()

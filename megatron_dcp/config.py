@@ -13,6 +13,7 @@ DcpLayout = Literal["orthogonal", "within_tp"]
 ExchangeName = Literal["fold", "all_reduce", "ag_rs", "a2a"]
 PrefillName = Literal["auto", "pass_kv", "pass_q", "replicated"]
 DtypeName = Literal["float32", "bfloat16", "float16"]
+BackendName = Literal["auto", "te", "flash", "flashinfer", "flash_mla", "triton", "sdpa"]
 CudaGraphs = Literal["none", "piecewise", "full"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
 
@@ -196,8 +197,8 @@ class EngineConfig:
             what the environment variable ``MEGATRON_DCP_BACKEND`` names, else the first of these that can serve the
             model here; ``megatron-dcp env`` shows which can, and why others cannot.
         cuda_graphs: Whether decode steps are captured as CUDA graphs and replayed: ``full`` with the exchanges in them,
-            ``piecewise`` with the exchanges (and experts) between them. What attention takes of a replayed step is not
-            counted apart.
+            ``piecewise`` with the exchanges (and experts) between them. Steps with a prompt's chunk or with drafts are
+            computed as always. What attention takes of a replayed step is not counted apart.
         symmetric_memory: Let small exchanges between the GPUs of one machine go by torch's symmetric memory rather than
             NCCL.
         prefix_caching: Keep the blocks of ended sequences while there is room, and reuse them for prompts that begin
@@ -211,7 +212,7 @@ class EngineConfig:
     prefill_chunk_size: int = 1024
     exchange: ExchangeName | None = None
     prefill: PrefillName = "auto"
-    backend: str = "auto"
+    backend: BackendName = "auto"
     cuda_graphs: CudaGraphs = "none"
     symmetric_memory: bool = False
     prefix_caching: bool = True
@@ -228,6 +229,7 @@ class EngineConfig:
         check_at_least("max_num_seqs", self.max_num_seqs, 1)
         check_at_least("prefill_chunk_size", self.prefill_chunk_size, 1)
         check_choice("prefill", self.prefill, get_args(PrefillName))
+        check_choice("backend", self.backend, get_args(BackendName))
         check_choice("cuda_graphs", self.cuda_graphs, get_args(CudaGraphs))
         if self.exchange is not None:
             check_choice("exchange", self.exchange, get_args(ExchangeName))

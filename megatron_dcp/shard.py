@@ -4,7 +4,7 @@ Shapes: ``t`` tokens, ``S`` slots, ``K`` KV heads, ``H`` head dim of the keys, `
 
 Quantised keys have one fp32 scale per token and head, and so have values: ``key = scale * stored``. A latent (MLA) has
 one scale per token, as its values are part of its keys. A scale is the head's largest magnitude over the largest number
-of the dtype, so it does not depend on any other token: what is stored is the same at any dcp.
+of the dtype, so it does not depend on any other token: the same keys are stored as the same numbers at any dcp.
 """
 
 from __future__ import annotations

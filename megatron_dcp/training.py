@@ -14,7 +14,16 @@ from typing import Any, get_args
 
 import torch
 
-from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, KVCacheDtype, PrefillName
+from megatron_dcp.config import (
+    BackendName,
+    CacheConfig,
+    CudaGraphs,
+    DcpLayout,
+    EngineConfig,
+    ExchangeName,
+    KVCacheDtype,
+    PrefillName,
+)
 from megatron_dcp.engine.llm import LLM
 from megatron_dcp.engine.loading import initialize_groups
 
@@ -48,6 +57,15 @@ def add_dcp_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         choices=get_args(KVCacheDtype),
         default=cache.kv_cache_dtype,
         help="what keys and values are stored in; auto: the model's dtype",
+    )
+    group.add_argument(
+        "--dcp-backend", choices=get_args(BackendName), default=engine.backend, help="attention back end"
+    )
+    group.add_argument(
+        "--dcp-cuda-graphs",
+        choices=get_args(CudaGraphs),
+        default=engine.cuda_graphs,
+        help="capture decode steps: full, or piecewise with the exchanges left out",
     )
     size = group.add_mutually_exclusive_group()
     size.add_argument("--dcp-num-blocks", type=int, help="blocks of the KV pool on every rank")
@@ -119,6 +137,8 @@ def llm_from_args(args: argparse.Namespace, model: torch.nn.Module | Sequence[to
         prefill_chunk_size=args.dcp_prefill_chunk_size,
         exchange=args.dcp_exchange,
         prefill=args.dcp_prefill,
+        backend=args.dcp_backend,
+        cuda_graphs=args.dcp_cuda_graphs,
     )
     initialize_dcp_from_args(args)
     return LLM(model, cache=cache, engine=engine, **more)

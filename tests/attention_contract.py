@@ -36,6 +36,7 @@ class Case:
     v_dim: int | None = None
     v_in_k: bool = False
     dtype: torch.dtype = torch.float32
+    query_dtype: torch.dtype | None = None
     order: str = "heads_first"
     scattered: bool = True  # blocks lie anywhere in the pool, rather than one after the other
     score_size: float = 1.0
@@ -49,6 +50,7 @@ class Case:
             v_dim=self.v_dim or self.head_dim,
             v_in_k=self.v_in_k,
             dtype=self.dtype,
+            query_dtype=self.query_dtype,
             device=torch.device(device),
             block_size=self.block_size,
             windows=self.window is not None,
@@ -139,6 +141,8 @@ def make_sequences(case: Case, seed: int = 0) -> list[Sequence]:
 
     def normal(*shape: int, stored: bool = True) -> Tensor:
         drawn = torch.randn(shape, generator=generator)
+        if not stored and case.query_dtype is not None:
+            return drawn.to(case.query_dtype)
         if not is_quantised(case.dtype):
             return drawn.to(case.dtype)
         return dequantise(*quantise(drawn, case.dtype)) if stored else drawn

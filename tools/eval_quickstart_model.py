@@ -14,12 +14,14 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import get_args
 
 warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.jit")  # Megatron lists every package it misses
 
 import torch.distributed as dist  # noqa: E402
 
 from megatron_dcp import LLM, CacheConfig, SamplingParams  # noqa: E402
+from megatron_dcp.config import KVCacheDtype  # noqa: E402
 
 HERE = Path(__file__).resolve().parent.parent / "examples" / "quickstart"
 sys.path.insert(0, str(HERE))
@@ -34,7 +36,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=20, help="texts; each has one fact per depth")
     parser.add_argument("--tokens", type=int, default=4200, help="length of the text")
     parser.add_argument("--seed", type=int, default=1000)
-    parser.add_argument("--kv-cache-dtype", default="auto", help="see CacheConfig")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=get_args(KVCacheDtype))
     args = parser.parse_args()
     llm = LLM(
         args.checkpoint,

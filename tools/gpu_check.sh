@@ -4,9 +4,10 @@
 #
 #     bash tools/gpu_check.sh [REPORT.json]
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 report=${1:-gpu_report.json}
 case $report in /*) ;; *) report=$PWD/$report ;; esac
+case ${PYTHON:-} in */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/${PYTHON##*/} ;; esac
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ -z "${PYTHON:-}" ]; then
     bash tools/setup_venv.sh .venv
@@ -25,7 +26,7 @@ echo "== environment"
 }
 echo "== tests"
 tests=0
-timeout 300 "$PYTHON" -m pytest -q --maxfail 20 --junitxml "$folder/tests.xml" tests/gpu || tests=$?
+timeout -s INT 300 "$PYTHON" -m pytest -q --maxfail 20 --junitxml "$folder/tests.xml" tests/gpu || tests=$?
 echo "== kernels"
 kernels=0
 timeout 240 "$PYTHON" tools/bench.py kernels --seconds 180 | tee "$folder/kernels.txt" || kernels=$?

@@ -59,7 +59,7 @@ def choose_backend(name: str, spec: AttentionSpec, *, environment: bool = True) 
     """
     setting, source = "backend", "the configuration"
     if name == "auto" and environment and os.environ.get(VARIABLE):
-        setting, source, name = VARIABLE, VARIABLE, os.environ[VARIABLE]
+        setting, source, name = VARIABLE, VARIABLE, os.environ[VARIABLE].strip().lower()
     check_choice(setting, name, ("auto", *(backend.name for backend in BACKENDS)))
     refusals: list[str] = []
     for backend in (kind() for kind in BACKENDS if name in ("auto", kind.name)):

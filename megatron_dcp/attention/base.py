@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcp.shard import Shard
+from megatron_dcp.shard import Shard, is_quantised
 
 PlanT = TypeVar("PlanT")
 PoolOrder = Literal["slots_first", "heads_first"]
@@ -37,7 +37,8 @@ class AttentionSpec:
         v_dim: Dim of the values.
         v_in_k: The values are the first ``v_dim`` dims of the keys, in the same memory (MLA's latent): they need not be
             read a second time.
-        dtype: Of the pool; with a quantised one (`megatron_dcp.shard`) queries come in the model's.
+        dtype: Of the pool.
+        query_dtype: Of the queries; ``None``: as the pool, and with a quantised one (`megatron_dcp.shard`) fp32.
         device: Of the pool.
         block_size: Slots of a physical block.
         windows: Whether query tokens may have hidden keys (``AttentionBatch.hidden``).
@@ -49,12 +50,18 @@ class AttentionSpec:
     v_dim: int
     v_in_k: bool = False
     dtype: torch.dtype
+    query_dtype: torch.dtype | None = None
     device: torch.device
     block_size: int
     windows: bool = False
 
     def __post_init__(self) -> None:
         assert self.heads % self.kv_heads == 0, (self.heads, self.kv_heads)
+
+    @property
+    def queries(self) -> torch.dtype:
+        """``query_dtype`` with its default filled in."""
+        return self.query_dtype or (torch.float32 if is_quantised(self.dtype) else self.dtype)
 
     @property
     def group(self) -> int:

@@ -53,6 +53,9 @@ class FlashBackend(LibraryBackend):
 
     name = "flash"
 
+    def __init__(self) -> None:
+        self._way: tuple[Any, Any] | None = None
+
     def supports(self, spec: AttentionSpec) -> str | None:
         refusal = libraries.refuse_pool(spec)
         if refusal is not None:
@@ -69,10 +72,11 @@ class FlashBackend(LibraryBackend):
 
     def _prepare(self, lists: RowLists, rows: Rows, spec: AttentionSpec, *, refreshed: bool) -> Any:
         """The library, and how it is called."""
-        capability = libraries.capability(spec.device)
-        if capability is not None and _refuse_3(spec, capability) is None:
-            return library_3().module, _call_3
-        return library_2().module, _call_2
+        if self._way is None:  # looked up once: an import that fails is tried anew every time
+            capability = libraries.capability(spec.device)
+            newer = capability is not None and _refuse_3(spec, capability) is None
+            self._way = (library_3().module, _call_3) if newer else (library_2().module, _call_2)
+        return self._way
 
     def _call(
         self, q_tNH: Tensor, pages: Pages, rows: Rows, state: Any, spec: AttentionSpec, scale: float

@@ -45,7 +45,9 @@ class FlashMLABackend(LibraryBackend):
         if refusal is not None:
             return refusal
         if not spec.v_in_k or (spec.head_dim, spec.v_dim) != DIMS or spec.kv_heads != 1:
-            return "it serves a latent of 512 + 64 dims and nothing else (te, flash and flashinfer serve others)"
+            return (
+                "it serves a latent of 512 + 64 dims and nothing else (flash, flashinfer, triton and sdpa serve others)"
+            )
         if spec.block_size != PAGE:
             return f"block_size={spec.block_size} is not {PAGE} (flashinfer, triton and sdpa take it)"
         capability = libraries.capability(spec.device)

@@ -63,11 +63,11 @@ class PagedBackend(AttentionBackend[PagedPlan]):
         return None
 
     def plan(self, batch: AttentionBatch, spec: AttentionSpec, *, blocks: int = 0) -> PagedPlan:
-        from megatron_dcp.kernels.attention import tiling
+        from megatron_dcp.kernels.attention import tile_dtype, tiling
 
         many_tokens = max(batch.q_lens, default=1) > 1
         most_rows = max(batch.q_lens, default=1) * spec.group
-        tile = tiling(spec.head_dim, spec.v_dim, spec.v_in_k, spec.dtype, most_rows)
+        tile = tiling(spec.head_dim, spec.v_dim, spec.v_in_k, tile_dtype(spec.queries, spec.dtype), most_rows)
         tiles = [
             (sequence, row)
             for sequence, q_len in enumerate(batch.q_lens)
@@ -95,7 +95,7 @@ class PagedBackend(AttentionBackend[PagedPlan]):
 
         batch, spec = plan.tensors, plan.spec
         return paged_attention(
-            q_TNH, shard.k_SKH, shard.v_SKV, shard.k_scale_SK, shard.v_scale_SK,
+            q_TNH.to(spec.queries), shard.k_SKH, shard.v_SKV, shard.k_scale_SK, shard.v_scale_SK,
             plan.tiles, batch.cu_q_lens, batch.visible_T, batch.hidden_T, batch.block_tables,
             spec.block_size, spec.v_in_k, plan.many_tokens, plan.splits, plan.rows, scale,
         )  # fmt: skip

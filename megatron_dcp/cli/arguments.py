@@ -9,6 +9,7 @@ from typing import Any, NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
 from megatron_dcp.config import (
+    BackendName,
     CacheConfig,
     CudaGraphs,
     DcpLayout,
@@ -172,9 +173,9 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--backend",
+        choices=get_args(BackendName),
         default=engine.backend,
-        metavar="NAME",
-        help="attention back end (default auto: the best that can; `megatron-dcp env` lists them)",
+        help="attention back end (default auto: the best that can; `megatron-dcp env` shows them)",
     )
     group.add_argument(
         "--cuda-graphs",

@@ -49,6 +49,7 @@ def collect() -> dict[str, Any]:
 
     gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     pools = typical_pools(torch.device("cuda", 0) if gpus else torch.device("cpu"))
+    choices = {name: _choose(spec) for name, spec in pools.items()}
     return {
         "megatron_dcp": __version__,
         "python": platform.python_version(),
@@ -63,7 +64,8 @@ def collect() -> dict[str, Any]:
         "libraries": {name: _describe(names, library) for name, names, library in _libraries()},
         VARIABLE: os.environ.get(VARIABLE),
         "backends": {kind.name: {name: kind().supports(spec) for name, spec in pools.items()} for kind in BACKENDS},
-        "chosen": {name: _choose(spec) for name, spec in pools.items()},
+        "chosen": {name: chosen for name, (chosen, _) in choices.items()},
+        "problems": {name: problem for name, (_, problem) in choices.items() if problem is not None},
     }
 
 
@@ -119,13 +121,14 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _choose(spec: AttentionSpec) -> str:
+def _choose(spec: AttentionSpec) -> tuple[str | None, str | None]:
+    """The back end's name, or why there is none."""
     from megatron_dcp.attention import choose_backend
 
     try:
-        return choose_backend("auto", spec).backend.name
+        return choose_backend("auto", spec).backend.name, None
     except ValueError as error:
-        return str(error)
+        return None, str(error)
 
 
 def render(found: dict[str, Any]) -> str:
@@ -140,11 +143,11 @@ def render(found: dict[str, Any]) -> str:
     lines += ["", *_table([["library", "version"], *map(_library_row, found["libraries"].items())])]
     pools = list(found["chosen"])
     yes = [[name, *("no" if row[pool] else "yes" for pool in pools)] for name, row in found["backends"].items()]
-    known = [name if name in found["backends"] else "none" for name in found["chosen"].values()]
+    known = [name or "none" for name in found["chosen"].values()]
     lines += ["", *_table([["back end", *pools], *yes, ["chosen", *known]])]
     if found[VARIABLE]:
         lines += ["", f"{VARIABLE}={found[VARIABLE]}"]
-    lines += [f"{pool}: {text}" for pool, text in found["chosen"].items() if text not in found["backends"]]
+    lines += [f"{pool}: {problem}" for pool, problem in found["problems"].items()]
     reasons = [
         f"{name}: {reason} [{', '.join(pool for pool in pools if row[pool] == reason)}]"
         for name, row in found["backends"].items()

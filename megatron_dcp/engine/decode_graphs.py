@@ -21,6 +21,7 @@ from megatron_dcp.capture import CUDAGraphs, Graphs, Recorder
 from megatron_dcp.config import CudaGraphs
 from megatron_dcp.engine.batch import StepBatch
 from megatron_dcp.engine.places import Places, place_tokens
+from megatron_dcp.kernels import unusable
 from megatron_dcp.layers import KindPlan, LatentPlan, StepPlan
 
 if TYPE_CHECKING:
@@ -69,22 +70,27 @@ class DecodeGraphs:
         mode: ``piecewise`` or ``full``.
 
     Raises:
-        ValueError: No GPU, an attention back end whose plans cannot be refreshed, or experts in ``full``.
+        ValueError: No GPU, no kernel that writes keys, an attention back end whose plans cannot be refreshed, or
+            experts in ``full``.
     """
 
     def __init__(self, runner: ModelRunner, mode: CudaGraphs) -> None:
-        for attention in runner.attentions:
-            if not attention.backend.refreshable:
-                raise ValueError(
-                    f"cuda_graphs={mode!r} needs an attention back end whose plans can be refreshed, and "
-                    f"{attention.backend.name!r} cannot ({attention.reason}); use cuda_graphs='none' or another backend"
-                )
         if mode == "full" and runner.model.config.num_moe_experts:
             raise ValueError(
                 "cuda_graphs='full' cannot hold experts, whose tokens are dealt out on the host; use 'piecewise'"
             )
         self._runner, self._mode = runner, mode
         self._graphs = make_graphs(runner.device)
+        for name in (attention.backend.name for attention in runner.attentions if not attention.backend.refreshable):
+            raise ValueError(
+                f"cuda_graphs={mode!r} needs an attention back end whose plans can be refreshed, and {name!r} cannot; "
+                "use cuda_graphs='none' or another backend (`megatron-dcp env` shows which can serve)"
+            )
+        if runner.device.type == "cuda" and (reason := unusable(runner.device)) is not None:
+            raise ValueError(
+                f"cuda_graphs={mode!r} needs our own kernel to write keys, which cannot run here ({reason}); use "
+                "cuda_graphs='none'"
+            )
         self._most = runner.engine.max_num_seqs
         self._blocks = runner.layout.blocks_for(runner.max_sequence_length)
         self._buckets: dict[int, Bucket] = {}

@@ -130,9 +130,11 @@ class ModelRunner:
             experts_over_dcp=bool(config.num_moe_experts) and experts_over_dcp(groups),
             metrics=metrics,
         )
-        if engine.symmetric_memory:
-            for group in (groups.dcp, groups.tp_dcp):
+        for group in (groups.dcp, groups.tp_dcp):
+            if engine.symmetric_memory:
                 symmetric.enable(group, self.device)
+            else:
+                symmetric.disable(group)
         self.graphs = None if engine.cuda_graphs == "none" else DecodeGraphs(self, engine.cuda_graphs)
 
     @property
@@ -242,6 +244,7 @@ class ModelRunner:
             v_dim=self.shape.v_dim,
             v_in_k=self.shape.v_in_k,
             dtype=self.kv_dtype,
+            query_dtype=self.dtype,
             device=self.device,
             block_size=self.layout.block_size,
             windows=window is not None,

@@ -54,18 +54,20 @@ def _cache(runner: ModelRunner, per_rank: list[int]) -> list[str]:
     ]
     if runner.window is not None:
         lines.append(
-            f"             {runner.window.num_blocks} blocks of them for layers with a window of "
-            f"{runner.window.tokens:,} tokens"
+            f"             beside them {runner.window.num_blocks} x {layout.block_size} for the layers with a window "
+            f"of {runner.window.tokens:,} tokens"
         )
     return lines
 
 
 def _attention(runner: ModelRunner) -> list[str]:
     """The back end of each kind of layer, and on a GPU why it is none of those before it."""
-    lines = []
-    for reason in dict.fromkeys(each.reason for each in runner.attentions):
-        *skipped, chosen = reason.split("; ")
-        lines.append(f"  attention  {chosen}")
+    lines: list[str] = []
+    for number, attention in enumerate(runner.attentions):
+        *skipped, chosen = attention.reason.split("; ")
+        if number and attention.backend.name == runner.attentions[0].backend.name:
+            continue
+        lines.append(f"  attention  {chosen}{' for the layers with a window' if number else ''}")
         if runner.device.type != "cpu":
             lines += [f"             {each}" for each in skipped]
     return lines

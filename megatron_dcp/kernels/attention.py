@@ -199,6 +199,15 @@ def _paged_attention(
     tl.store(lse_XTN + row_M * lse_T + head_M, lse_M, mask=live_M)
 
 
+def tile_dtype(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> torch.dtype:
+    """What :func:`tiling` is to be asked with: the pool's dtype where products are of 16 bits, else fp32."""
+    return torch.float32 if _is_wide(q_dtype, pool_dtype) else pool_dtype
+
+
+def _is_wide(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> bool:
+    return q_dtype not in (torch.bfloat16, torch.float16) or pool_dtype not in (q_dtype, *LARGEST)
+
+
 def product_dtypes(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
     """Of queries times keys, and of weights times values: what loses nothing of what is stored.
 
@@ -206,9 +215,9 @@ def product_dtypes(q_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dt
     the bits of bfloat16 as if they were numbers, so it gets fp32 instead.
     """
     bfloat16 = tl.float32 if is_interpreted() else tl.bfloat16
-    half = {torch.bfloat16: bfloat16, torch.float16: tl.float16}.get(q_dtype)
-    if half is None or pool_dtype not in (q_dtype, *LARGEST):
+    if _is_wide(q_dtype, pool_dtype):
         return tl.float32, tl.float32
+    half = bfloat16 if q_dtype == torch.bfloat16 else tl.float16
     return half, bfloat16 if is_quantised(pool_dtype) else half
 
 
@@ -230,9 +239,9 @@ def launch_attention(
     T, N, H = q_TNH.shape
     K, V = v_SKV.shape[1:]
     product, weight = product_dtypes(q_TNH.dtype, k_SKH.dtype)
-    wide = torch.float32 if product == tl.float32 else k_SKH.dtype
     tile = dims(H, V, v_in_k)
-    launch = tiling(H, V, v_in_k, wide, rows)
+    launch = tiling(H, V, v_in_k, tile_dtype(q_TNH.dtype, k_SKH.dtype), rows)
+    assert launch.rows == rows, "the tiles were cut for queries of another dtype"
     out_XTNV = q_TNH.new_empty(splits, T, N, V, dtype=torch.float32)
     lse_XTN = q_TNH.new_empty(splits, T, N, dtype=torch.float32)
     k_scale = q_TNH if k_scale_SK is None else k_scale_SK  # any address, not read

@@ -89,6 +89,7 @@ def expanded_spec(absorbed: AttentionSpec, shape: LatentShape, dtype: torch.dtyp
         v_dim=shape.v_head_dim,
         v_in_k=False,
         dtype=dtype,
+        query_dtype=dtype,
     )
 
 

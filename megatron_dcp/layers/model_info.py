@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
@@ -37,6 +38,13 @@ def rotary_table(gpt: Any, *, window: bool = False) -> RotaryTable | None:
     Megatron rotates MLA's queries and keys in pairs of neighbouring dims and leaves them in another order; the order is
     the same for both, so scores do not depend on it.
     """
+    table = _rotary_table(gpt, window)
+    # Megatron makes some of these tables as plain tensors on the CPU, which do not move with the model
+    device = next(gpt.parameters()).device
+    return table if table is None else replace(table, inv_freq=table.inv_freq.to(device))
+
+
+def _rotary_table(gpt: Any, window: bool) -> RotaryTable | None:
     config = gpt.config
     if config.multi_latent_attention:
         rotary = attention_layers(gpt)[0].self_attention.rotary_pos_emb

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import standins.te
@@ -17,6 +18,7 @@ from megatron_dcp.attention.flash_mla import FlashMLABackend
 from megatron_dcp.attention.flashinfer import FlashInferBackend
 from megatron_dcp.attention.sdpa import SDPABackend
 from megatron_dcp.attention.te import TEBackend
+from megatron_dcp.config import BackendName, EngineConfig
 
 TOP = ("transformer_engine", "flash_attn_interface", "flash_attn", "flash_mla", "flashinfer")
 HEADS = Case(sequences=(), head_dim=128, dtype=torch.bfloat16, block_size=64).spec()
@@ -220,3 +222,13 @@ def test_an_old_library_is_told_to_be_old(gpu: Callable[..., None], monkeypatch:
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", flashinfer.mla)
     assert "flashinfer is older than 0.7.4; pip install" in (FlashInferBackend().supports(HEADS) or "")
+
+
+def test_the_configuration_knows_every_back_end() -> None:
+    assert get_args(BackendName) == ("auto", *(kind.name for kind in BACKENDS))
+
+
+@pytest.mark.parametrize("name", ["TE", " sdpa", "nonsense", "", None, 5, ["sdpa"]])
+def test_a_wrong_name_is_refused_where_it_is_given(name: object) -> None:
+    with pytest.raises(ValueError, match="backend=.* is not known; use one of auto, te, flash"):
+        EngineConfig(backend=name)  # type: ignore[arg-type]

@@ -217,6 +217,10 @@ def test_batch_where_nobody_sees_a_key() -> None:
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
+def test_queries_finer_than_the_pool() -> None:
+    check(SDPABackend(), Case(sequences=((3, 9), (1, 40)), dtype=torch.bfloat16, query_dtype=torch.float32))
+
+
 @pytest.mark.parametrize("keys", [1, 7, 8, 15, 16, 17, 40])
 def test_nan_in_a_visible_key_is_never_swallowed(keys: int) -> None:
     """The fused kernel answers ``out = 0, lse = 0`` where all of fewer than 16 scores are NaN."""

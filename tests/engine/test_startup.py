@@ -56,7 +56,7 @@ CASES = {
             "megatron_dcp: tp 1 x dcp 1 (orthogonal), pp 2",
             "  ranks      dcp [0] [2]; tp [0] [2]; pp [0 2]",
             "  KV cache   32 tokens of the group: 8 x 4 on each of 1 dcp ranks, int8, interleave 2; {} MiB per rank",
-            "             8 blocks of them for layers with a window of 9 tokens",
+            "             beside them 8 x 4 for the layers with a window of 9 tokens",
             "  attention  sdpa: chosen",
             "  exchange   none: one rank has every key; prefill auto; CUDA graphs none",
         ],

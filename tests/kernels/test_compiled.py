@@ -109,6 +109,10 @@ ATTENTION: list[tuple[int, Shape, int, torch.dtype, torch.dtype, bool]] = [
     (90, GQA, 64, torch.float16, torch.float16, True),
     (90, (16, 16, 192, 128, False), 16, BF16, torch.int8, True),
     (90, LATENT, 4, torch.float32, torch.float32, False),
+    *((90, shape, 64, torch.float32, dtype, False) for shape in (GQA, LATENT) for dtype in (BF16, torch.int8)),
+    (80, LATENT, 1, torch.float32, FP8, False),
+    (90, (8, 4, 256, 256, False), 16, torch.float32, torch.int8, True),
+    (90, GQA, 1, torch.float16, BF16, False),
     (90, (4, 4, 576, 512, False), 1, BF16, BF16, False),  # the widest
 ]
 
@@ -123,7 +127,7 @@ def test_attention(
     v_SKV = k_SKH[..., :V] if v_in_k else torch.zeros(64, K, V, dtype=dtype)
     scale_SK = torch.zeros(64, K) if dtype.itemsize == 1 else None
     ints = torch.zeros(64, dtype=torch.int32)
-    rows = attention.tiling(H, V, v_in_k, dtype, tokens * N // K).rows
+    rows = attention.tiling(H, V, v_in_k, attention.tile_dtype(q_dtype, dtype), tokens * N // K).rows
 
     def launch() -> None:
         attention.launch_attention(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from layer_cases import BLOCK, YARN, largest_share, mla, texts_for, wanted_logits
 from megatron_models import forced_logits, make_runner, random_state, sharded_model, tiny_config, whole_model
+from tokenizers import Tokenizer
 
-from megatron_dcp import parallel_state
+from megatron_dcp import load_model, parallel_state
 from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.runner import KV_DTYPES
-from megatron_dcp.layers.forward import cached_as
+from megatron_dcp.layers import attention_layers
+from megatron_dcp.layers.forward import cached_as, training_forward
+from megatron_dcp.shard import dequantise, quantise
+from reference import full_attention
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
@@ -93,3 +99,41 @@ def test_latents_lose_the_same_at_any_dcp():
             error = float((logits - alone[key]).abs().max()) / span
             assert error < TOLERANCE, (sizes, key)
             assert key[0] == "auto" or loss > 2 * error, (sizes, key)
+
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+# Of keys, values and what a layer's attention returns: root of the mean square, against that of the exact ones.
+MEASURED = {torch.float8_e4m3fn: (0.026, 0.065), torch.int8: (0.009, 0.0125)}
+
+
+def real_activations(rank, world):
+    """Queries, keys and values of the quickstart model's layers on the beginning of its text, ``[T, heads, dim]``."""
+    parallel_state.initialize_model_parallel()
+    groups = parallel_state.get_process_group_collection()
+    model = load_model(QUICKSTART / "checkpoint", groups)[0]
+    tokenizer = Tokenizer.from_file(str(QUICKSTART / "checkpoint" / "tokenizer.json"))
+    tokens = tokenizer.encode((QUICKSTART / "haystack.txt").read_text()).ids[:300]
+    seen = []
+    for layer in attention_layers(model):
+        attention = layer.self_attention.core_attention
+        attention.register_forward_pre_hook(lambda module, args: seen.append([x.squeeze(1) for x in args[:3]]))
+    training_forward(model, tokens, groups)
+    return seen
+
+
+def test_errors_on_real_activations():
+    (seen,) = run_on_ranks(1, real_activations)
+    assert len(seen) == 3
+
+    def share(error, of):
+        return float(error.norm() / of.norm())
+
+    for dtype, (of_stored, of_output) in MEASURED.items():
+        for q_TNH, k_TKH, v_TKH in seen:
+            positions, scale = list(range(len(q_TNH))), q_TNH.shape[2] ** -0.5
+            k, v = (dequantise(*quantise(x, dtype)) for x in (k_TKH, v_TKH))
+            assert of_stored / 3 < share(k - k_TKH, k_TKH) < of_stored
+            assert of_stored / 3 < share(v - v_TKH, v_TKH) < of_stored
+            exact, _ = full_attention(q_TNH, k_TKH, v_TKH, positions, scale=scale)
+            stored, _ = full_attention(q_TNH, k, v, positions, scale=scale)
+            assert share(stored - exact, exact) < of_output
