@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 LARGEST: dict[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
-SCALE_BYTES = 4  # fp32
 
 
 class Shard(NamedTuple):

@@ -19,6 +19,7 @@ from megatron_dcp.config import CacheConfig, EngineConfig
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.model_config import ModelConfig, MoEConfig
+from megatron_dcp.model_tensors import model_tensors
 
 
 def tiny_config(**changes: Any) -> ModelConfig:
@@ -75,7 +76,7 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
     """Weights of the whole model by Megatron name; norms and biases far from their trivial values."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
-    for name, spec in names.model_tensors(config).items():
+    for name, spec in model_tensors(config).items():
         noise = torch.randn(spec.shape, generator=generator)
         state[name] = (
             1 + 0.3 * noise if "norm" in name else noise * (spec.shape[-1] ** -0.5 if noise.dim() > 1 else 0.3)
@@ -86,7 +87,7 @@ def random_state(config: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 def shard(config: ModelConfig, state: dict[str, Tensor], groups: Any) -> dict[str, Tensor]:
     """The part of ``state`` that this rank holds, under the names of its model: experts are numbered from 0."""
     shards = {}
-    for name, spec in names.model_tensors(config).items():
+    for name, spec in model_tensors(config).items():
         own_name = _own_name(config, name, groups.ep)
         if own_name is not None:
             group = groups.expt_tp if spec.expert else groups.tp

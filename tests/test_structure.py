@@ -19,15 +19,15 @@ PACKAGE = Path(__file__).resolve().parent.parent / "megatron_dcp"
 
 # Left to right: a module imports what stands left of it, and its own part; parts of one level are strangers.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("config", "metrics", "merge", "shard"),
+    ("config", "metrics", "merge", "shard", "traffic", "attention_shape", "figures"),
     ("capture",),
     ("rank_groups", "distributed", "model_config", "core_attention", "gemma"),
-    ("rope", "router"),
+    ("rope", "router", "model_tensors"),
     ("_cpu", "_mcore"),
     ("parallel_state",),
     ("kernels",),
     ("cache", "attention", "comm"),
-    ("layers",),
+    ("layers", "planner"),
     ("checkpoint",),
     ("engine",),
     ("server",),
@@ -61,9 +61,14 @@ WITHOUT_TORCH = (
     "model_config.py",
     "metrics.py",
     "rank_groups.py",
+    "attention_shape.py",
+    "figures.py",
+    "model_tensors.py",
+    "traffic.py",
     "cache/layout.py",
     "cache/blocks.py",
     "cache/prefix.py",
+    "cache/sizes.py",
     "engine/batch.py",
     "engine/draft.py",
     "engine/params.py",
@@ -73,6 +78,10 @@ WITHOUT_TORCH = (
     "engine/scheduler.py",
     "engine/stats.py",
     "engine/wire.py",
+    "planner/__init__.py",
+    "planner/plot.py",
+    "planner/prefill.py",
+    "planner/render.py",
 )
 
 

@@ -30,7 +30,7 @@ from bench_models import PRESETS, Case, Contender, Shape
 from bench_peers import make_contenders
 from bench_world import World
 
-from megatron_dcp.comm.exchange import expected_traffic
+from megatron_dcp.traffic import expected_traffic
 
 Row = dict[str, Any]
 TURN_S = 0.3  # what a contender's turn in a round aims at, within 2 and 20 steps

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from megatron_dcp.attention import BACKENDS, AttentionBatch, AttentionSpec
 from megatron_dcp.cache.pool import KVPool
-from megatron_dcp.comm.exchange import expected_traffic
 from megatron_dcp.kernels import choice
+from megatron_dcp.traffic import expected_traffic
 
 COLD_BYTES = 256 << 20  # that a turn passes over at least: no cache holds them
 MANY_TOKENS = 2048  # of a chunk: what a few tokens take is the time of a launch, and no bandwidth

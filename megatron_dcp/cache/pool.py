@@ -18,10 +18,11 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from megatron_dcp.cache.sizes import SCALE_BYTES, bytes_per_head, scales_per_head
 from megatron_dcp.config import check_at_least, check_choice
 from megatron_dcp.kernels import unusable
 from megatron_dcp.kernels.twins import store_slots
-from megatron_dcp.shard import SCALE_BYTES, Shard, is_quantised
+from megatron_dcp.shard import Shard, is_quantised
 
 SlotOrder = Literal["slots_first", "heads_first"]
 
@@ -43,45 +44,11 @@ def bytes_per_block(
 
 def _bytes_per_head(width: int, dtype: torch.dtype, v_in_k: bool) -> int:
     """Of one token in one layer."""
-    return width * dtype.itemsize + SCALE_BYTES * _scales_per_head(dtype, v_in_k)
+    return bytes_per_head(width, dtype.itemsize, _scales_per_head(dtype, v_in_k))
 
 
 def _scales_per_head(dtype: torch.dtype, v_in_k: bool) -> int:
-    return (1 if v_in_k else 2) if is_quantised(dtype) else 0
-
-
-def blocks_in(
-    num_bytes: int, *, block_bytes: int, window_bytes: int = 0, window_limit: int = 0
-) -> tuple[int | None, int]:
-    """How many blocks of either kind of layer fit into ``num_bytes`` on one rank.
-
-    Layers with a sliding window get what they can use, but no more than half of the memory, unless the others could not
-    use the rest either.
-
-    Args:
-        block_bytes: Of a block, of all layers that see everything.
-        window_bytes: Of a block, of all layers with a sliding window.
-        window_limit: Most blocks that the windows of all sequences need.
-
-    Returns:
-        Blocks of the layers that see everything, ``None``: any number, as there are none; of those with a window.
-
-    Raises:
-        ValueError: Not even one block fits.
-    """
-    one = block_bytes + window_bytes
-    if num_bytes < one:
-        raise ValueError(
-            f"{num_bytes} bytes of KV cache per rank are less than one block, {one} bytes; give at least {one}, or a "
-            "smaller block_size"
-        )
-    if not window_bytes:
-        return num_bytes // one, window_limit
-    if not block_bytes:
-        return None, min(window_limit, num_bytes // window_bytes)
-    in_window = min(window_limit, num_bytes // (2 * window_bytes))
-    blocks = (num_bytes - in_window * window_bytes) // block_bytes
-    return (blocks, in_window) if blocks >= in_window >= 1 else (num_bytes // one, num_bytes // one)
+    return scales_per_head(v_in_k) if is_quantised(dtype) else 0
 
 
 class KVPool:

@@ -21,8 +21,8 @@ from megatron_dcp.checkpoint.arguments_parts import (
     yarn_from_args,
 )
 from megatron_dcp.checkpoint.hybrid import as_gpt
-from megatron_dcp.checkpoint.names import VOCAB_DIVISIBLE_BY
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import VOCAB_DIVISIBLE_BY
 
 # Arguments of Megatron-LM that change the model in a way that `ModelConfig` cannot say, and the values that do not.
 _OFF: dict[str, tuple[Any, ...]] = {

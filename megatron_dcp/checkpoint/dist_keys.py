@@ -14,8 +14,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_dcp.checkpoint.names import fused_name, layer_name, local_name, split_layer_name
+from megatron_dcp.checkpoint.names import fused_name, local_name, split_layer_name
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import layer_name
 
 EMBEDDING = "embedding.word_embeddings.weight"
 # States of a training that lie in the same files.

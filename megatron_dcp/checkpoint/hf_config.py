@@ -12,8 +12,8 @@ from megatron_dcp.checkpoint.families import FAMILIES, Family, family_of
 from megatron_dcp.checkpoint.families.base import common_keys
 from megatron_dcp.checkpoint.families.windows import KINDS, LayerTypes
 from megatron_dcp.checkpoint.hf_values import check_values
-from megatron_dcp.checkpoint.names import padded_vocab_size
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import padded_vocab_size
 from megatron_dcp.rope import inverse_frequencies, softmax_scale
 
 # Keys about the shape that are not written: other names of those that are, or taken for granted.

@@ -27,10 +27,11 @@ from megatron_dcp.checkpoint.legacy_ranks import (
     sizes_from_args,
 )
 from megatron_dcp.checkpoint.mapped import MappedFiles
-from megatron_dcp.checkpoint.names import global_expert_name, join, layer_name, local_name, split_layer_name
+from megatron_dcp.checkpoint.names import global_expert_name, join, local_name, split_layer_name
 from megatron_dcp.checkpoint.safe import load_torch
 from megatron_dcp.checkpoint.source import Source, check_tensors, check_version
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import layer_name
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megatron_dcp.checkpoint.names import (
-    TensorSpec,
-    global_expert_name,
-    layer_name,
-    padded_vocab_size,
-    shard_ranges,
-    split_layer_name,
-)
+from megatron_dcp.checkpoint.names import global_expert_name, shard_ranges, split_layer_name
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import TensorSpec, layer_name, padded_vocab_size
 
 FILE = "model_optim_rng.pt"
 EMBEDDING = "embedding.word_embeddings.weight"

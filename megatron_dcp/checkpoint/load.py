@@ -13,15 +13,11 @@ from megatron_dcp.checkpoint.files import locate
 from megatron_dcp.checkpoint.fsdp import read_fsdp_config
 from megatron_dcp.checkpoint.hf import read_hf_config
 from megatron_dcp.checkpoint.legacy import read_legacy_config
-from megatron_dcp.checkpoint.names import (
-    global_expert_name,
-    global_layer_name,
-    padded_vocab_size,
-    split_layer_name,
-)
+from megatron_dcp.checkpoint.names import global_expert_name, global_layer_name, split_layer_name
 from megatron_dcp.checkpoint.source import Source
 from megatron_dcp.comm.consensus import agree, same_on_all
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import padded_vocab_size
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from megatron_dcp.checkpoint.files import Location
-from megatron_dcp.checkpoint.names import TensorSpec, fit_vocab, model_tensors, shard
+from megatron_dcp.checkpoint.names import fit_vocab, shard
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import TensorSpec, model_tensors
 
 # What Megatron-LM writes today; it says how rows of query, key and value are ordered.
 CHECKPOINT_VERSION = 3.0

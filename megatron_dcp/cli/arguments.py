@@ -95,7 +95,7 @@ def new_parser(
     return parser
 
 
-def add_sizes(group: argparse._ArgumentGroup, *options: tuple[str, str | None, str, int | None, str]) -> None:
+def add_sizes(group: argparse._ActionsContainer, *options: tuple[str, str | None, str, int | None, str]) -> None:
     """Options that take a whole number from 1: ``(name, long name, metavar, default, help)`` of each."""
     for name, long_name, metavar, default, text in options:
         group.add_argument(

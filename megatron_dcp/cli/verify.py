@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> Prompt | None:
     """The prompt. ``ValueError`` for it, or for an output that could not be written at the end."""
     if args.plot is not None:
-        from megatron_dcp.verification.plot import check_plot
+        from megatron_dcp.figures import check_plot
 
         check_plot(args.plot)
     if args.json is not None and not os.path.isdir(os.path.dirname(args.json) or "."):

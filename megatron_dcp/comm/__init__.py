@@ -5,10 +5,8 @@ from megatron_dcp.comm.exchange import (
     Exchange,
     Exchanged,
     all_reduce_sum,
-    expected_traffic,
     gather_heads,
     get_exchange,
-    head_slice,
 )
 
 __all__ = [
@@ -16,9 +14,7 @@ __all__ = [
     "Exchanged",
     "agree",
     "all_reduce_sum",
-    "expected_traffic",
     "gather_heads",
     "get_exchange",
-    "head_slice",
     "same_on_all",
 ]

@@ -20,7 +20,6 @@ All of it is fp32. A partial without keys (``lse = -inf``) counts for nothing, e
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +31,7 @@ from megatron_dcp.comm.collectives import all_gather, all_reduce, all_to_all, re
 from megatron_dcp.kernels.choice import merge_partials, pack, share_by_rank, share_of
 from megatron_dcp.merge import weigh
 from megatron_dcp.metrics import Metrics
+from megatron_dcp.traffic import head_slice
 
 
 @dataclass(frozen=True)
@@ -127,33 +127,6 @@ def get_exchange(name: str) -> Exchange:
     if name not in _EXCHANGES:
         raise ValueError(f"exchange={name!r} is not known; use one of {', '.join(_EXCHANGES)}")
     return _EXCHANGES[name]
-
-
-def head_slice(num_heads: int, ranks: int, rank: int) -> tuple[int, int]:
-    """``(first head, number of heads)`` that ``rank`` ends with after ``ag_rs`` and ``a2a``."""
-    per_rank = -(-num_heads // ranks)
-    first = min(rank * per_rank, num_heads)
-    return first, min(first + per_rank, num_heads) - first
-
-
-def expected_traffic(name: str, T: int, N: int, H: int, P: int, rank: int = 0) -> dict[str, tuple[int, int]]:
-    """Collectives of one exchange: ``op -> (calls, bytes that rank sends)``, for one layer and ``T`` tokens.
-
-    Without the sum over the group that ``fold`` leaves to the output projection.
-    """
-    if P == 1:
-        return {}
-    lse = 4 * T * N
-    formulas: dict[str, Callable[[], dict[str, tuple[int, int]]]] = {
-        "fold": lambda: {"all_gather": (1, (P - 1) * lse)},
-        "all_reduce": lambda: {"all_reduce": (2, 2 * (P - 1) * lse // P + 2 * (P - 1) * lse * (H + 1) // P)},
-        "ag_rs": lambda: {
-            "all_gather": (1, (P - 1) * lse),
-            "reduce_scatter": (1, (P - 1) * 4 * T * -(-N // P) * H),
-        },
-        "a2a": lambda: {"all_to_all": (1, 4 * T * (N - head_slice(N, P, rank)[1]) * (H + 1))},
-    }
-    return formulas[name]()
 
 
 def gather_heads(x_TnH: Tensor, group: ProcessGroup, *, metrics: Metrics | None = None) -> Tensor:

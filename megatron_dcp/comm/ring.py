@@ -16,9 +16,6 @@ from torch.distributed import ProcessGroup
 from megatron_dcp.comm.collectives import Transfer, send_receive
 from megatron_dcp.metrics import Metrics
 
-BUFFERS = 3
-"""Tensors of one ring that are alive at the same time: one that the caller reads, and two of a transfer."""
-
 
 class Hop(NamedTuple):
     """What arrived: the ``number``-th tensor of rank ``source`` of the group."""

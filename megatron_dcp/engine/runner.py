@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megatron_dcp.attention import Attention, AttentionBatch, AttentionSpec, choose_backend
 from megatron_dcp.cache.layout import KVLayout
-from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+from megatron_dcp.cache.pool import KVPool, bytes_per_block
+from megatron_dcp.cache.sizes import StripeSizes, blocks_in, exchange_work_bytes
 from megatron_dcp.comm import symmetric
 from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.comm.consensus import agree
@@ -31,12 +32,10 @@ from megatron_dcp.layers import (
     KindPlan,
     LatentShape,
     StepPlan,
-    StripeSizes,
     attention_layers,
     cached_kv_heads,
     check_expert_groups,
     enable_dcp,
-    exchange_work_bytes,
     expanded_spec,
     experts_over_dcp,
     is_striped,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import get_process_group_ranks
 
 from megatron_dcp.comm.collectives import gather_objects
-from megatron_dcp.comm.exchange import expected_traffic
+from megatron_dcp.traffic import expected_traffic
 
 if TYPE_CHECKING:
     from megatron_dcp.engine.runner import ModelRunner

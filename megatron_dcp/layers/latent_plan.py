@@ -7,74 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_dcp.attention.base import Attention, AttentionBatch, AttentionSpec, Planned
+from megatron_dcp.attention_shape import LatentShape
 
 WORK_BYTES = 64 << 20  # keys and values of all heads of one slice, fp32
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Sizes of MLA on one rank.
-
-    Attributes:
-        heads: Query heads of this rank's own, ``N``.
-        attend_heads: Query heads that it attends with when absorbed: in ``within_tp`` those of its DCP group.
-        qk_head_dim, rotated, rank, v_head_dim: ``D``, ``P``, ``R``, ``V``.
-        orthogonal: Whether this rank has the up-projections of all heads that it attends with.
-    """
-
-    heads: int
-    attend_heads: int
-    qk_head_dim: int
-    rotated: int
-    rank: int
-    v_head_dim: int
-    orthogonal: bool
-
-    @classmethod
-    def of(cls, config: Any, groups: Any) -> LatentShape:
-        """From an ``MLATransformerConfig`` and the process groups."""
-        heads = config.num_attention_heads // groups.tp.size()
-        orthogonal = groups.dcp_layout == "orthogonal"
-        return cls(
-            heads=heads,
-            attend_heads=heads if orthogonal else heads * groups.dcp.size(),
-            qk_head_dim=config.qk_head_dim,
-            rotated=config.qk_pos_emb_head_dim,
-            rank=config.kv_lora_rank,
-            v_head_dim=config.v_head_dim,
-            orthogonal=orthogonal,
-        )
-
-    @property
-    def values_first(self) -> bool:
-        """Whether the value up-projection comes before the exchange.
-
-        It is linear, so it may stand on either side of the merge: the exchange carries ``V`` numbers per head with the
-        values first, ``R`` without. The smaller one is taken. In ``within_tp`` a rank lacks the other ranks'
-        up-projections, so the values come after.
-        """
-        return self.orthogonal and self.v_head_dim <= self.rank
-
-    @property
-    def exchanged_dim(self) -> int:
-        """Numbers per head that the exchange carries (and one LSE)."""
-        return self.v_head_dim if self.values_first else self.rank
-
-    def prefers_expanded(self, tokens: int, keys: int) -> bool:
-        """Whether ``tokens`` queries over ``keys`` cached tokens take fewer operations expanded than absorbed.
-
-        Only where the values come first: the exchange carries one form for all tokens of a step.
-        """
-        D, P, R, V = self.qk_head_dim, self.rotated, self.rank, self.v_head_dim
-        absorbed = tokens * R * (D + V) + tokens * keys * (R + P + R)
-        expanded = keys * R * (D + V) + tokens * keys * (D + P + V)
-        return self.values_first and 0 < expanded < absorbed
 
 
 @dataclass(frozen=True)

@@ -1,49 +1,13 @@
-"""What the decode path reads off a Megatron model: the shape of its attention on this rank, and its RoPE."""
+"""What the decode path reads off a Megatron model: its layers, windows and RoPE."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_dcp.rope import RotaryTable, YarnScaling
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """What a rank attends with, and what it keeps per token and layer.
-
-    Attributes:
-        heads: Query heads that this rank attends with; in ``within_tp`` those of its whole DCP group.
-        kv_heads: KV heads in this rank's cache.
-        head_dim: Dim of queries and cached keys.
-        v_dim: Dim of the cached values.
-        v_in_k: The values are the first ``v_dim`` dims of the keys: MLA's latent.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    v_dim: int
-    v_in_k: bool = False
-
-    @classmethod
-    def of(cls, config: Any, groups: Any) -> AttentionShape:
-        """From a ``TransformerConfig`` and the process groups."""
-        heads = config.num_attention_heads // groups.tp.size()
-        if groups.dcp_layout == "within_tp":
-            heads *= groups.dcp.size()
-        if config.multi_latent_attention:
-            latent = config.kv_lora_rank + config.qk_pos_emb_head_dim
-            return cls(heads=heads, kv_heads=1, head_dim=latent, v_dim=config.kv_lora_rank, v_in_k=True)
-        kv_heads = max(1, config.num_query_groups // groups.tp.size())
-        return cls(heads=heads, kv_heads=kv_heads, head_dim=config.kv_channels, v_dim=config.kv_channels)
-
-    @property
-    def cache(self) -> dict[str, Any]:
-        """The part that a KV pool is made from, as its keyword arguments."""
-        return dict(num_kv_heads=self.kv_heads, head_dim=self.head_dim, v_dim=self.v_dim, v_in_k=self.v_in_k)
 
 
 def attention_layers(gpt: Any) -> list[Any]:

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from megatron_dcp.attention.base import AttentionBatch
 from megatron_dcp.cache.layout import KVLayout
+from megatron_dcp.cache.sizes import StripeSizes, slab_blocks
 from megatron_dcp.comm.collectives import all_gather, all_to_all
-from megatron_dcp.comm.ring import BUFFERS, ring
+from megatron_dcp.comm.ring import ring
 from megatron_dcp.config import PrefillName
 from megatron_dcp.kernels.choice import merge_partials
 from megatron_dcp.layers.context import DCPContext
@@ -37,7 +38,6 @@ from megatron_dcp.layers.sink import count_sinks
 from megatron_dcp.merge import merge_into
 from megatron_dcp.shard import Shard
 
-SLAB_BYTES = 4 << 20  # keys and values of one layer that travel together
 MIN_TOKENS = 64  # of a step: fewer take no shorter where they are dealt out
 MIN_CHUNK = 16  # of one sequence
 
@@ -61,19 +61,6 @@ class Chunk(NamedTuple):
         """Entries of the table with the keys that its tokens see."""
         first = 0 if self.window is None else layout.first_block(self.start, self.window)
         return range(first, layout.blocks_for(self.stop))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StripeSizes:
-    """Bytes that decide what travels.
-
-    Attributes:
-        per_key: Of one cached token in one layer.
-        per_query: Of one token's queries, and of its partial with its LSE.
-    """
-
-    per_key: int
-    per_query: int
 
 
 @dataclass(frozen=True)
@@ -170,25 +157,6 @@ def plan_striped(
     return StripedPlan(counts, way)
 
 
-def exchange_work_bytes(
-    sizes: StripeSizes, layout: KVLayout, name: PrefillName, *, prefill_chunk_size: int, replicated: int
-) -> int:
-    """Most bytes per rank that queries, partials and slabs of a step take, whatever the context.
-
-    Args:
-        prefill_chunk_size: Most prompt tokens of a step, over all ranks.
-        replicated: Most other tokens, at least one for each sequence of a step.
-    """
-    chunk = prefill_chunk_size
-    slabs = 0
-    if name == "pass_kv":
-        turn = layout.dcp_size * layout.interleave  # of each sequence a rank may have a part of one more than others
-        chunk = -(-chunk // layout.dcp_size) + min(chunk // turn, replicated) * layout.interleave
-    if name in ("auto", "pass_kv") and layout.dcp_size > 1:
-        slabs = BUFFERS * _slab_blocks(sizes, layout) * layout.block_size * sizes.per_key
-    return 2 * sizes.per_query * (chunk + replicated) + slabs  # twice: partials are packed for their way
-
-
 def attend_striped(
     attention: StripedAttention, layer_number: int, q_tNH: Tensor, plan: StripedPlan, ctx: DCPContext
 ) -> Tensor:
@@ -271,7 +239,7 @@ def _slabs(
     """All blocks of all chunks' sequences, in slabs; ``positions`` are this rank's."""
     size = layout.block_size
     ends = np.cumsum([len(of_chunk) for of_chunk in positions])
-    for segments in _segments(chunks, layout, _slab_blocks(sizes, layout)):
+    for segments in _segments(chunks, layout, slab_blocks(sizes, layout)):
         blocks = [block for i, low, high in segments for block in chunks[i].block_table[low:high]]
         slots = (torch.tensor(blocks).unsqueeze(1) * size + torch.arange(size)).flatten()
         by_source: list[Any] = []
@@ -292,10 +260,6 @@ def _slabs(
             by_source.append(plan(AttentionBatch(q_lens, tuple(visible), tuple(tables), size, tuple(hidden))))
         first = int(ends[segments[0][0]]) - len(positions[segments[0][0]])
         yield Slab(slots.to(device), first, int(ends[segments[-1][0]]), tuple(by_source))
-
-
-def _slab_blocks(sizes: StripeSizes, layout: KVLayout) -> int:
-    return max(1, SLAB_BYTES // (sizes.per_key * layout.block_size))
 
 
 def _segments(chunks: Sequence[Chunk], layout: KVLayout, most: int) -> Iterator[list[tuple[int, int, int]]]:

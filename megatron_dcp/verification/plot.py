@@ -2,30 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
-
+from megatron_dcp.figures import new_figure
 from megatron_dcp.verification.report import MEANING, VerifyReport
-
-SUFFIXES = (".png", ".svg", ".pdf")
-
-
-def check_plot(path: str) -> None:
-    """Raise ``ValueError`` unless a plot can be written to ``path``, as far as can be known beforehand."""
-    if not path.lower().endswith(SUFFIXES):
-        raise ValueError(f"{path!r} names no format for a plot; use a name that ends in {', '.join(SUFFIXES)}")
-    if find_spec("matplotlib") is None:
-        raise ValueError("a plot needs matplotlib: pip install 'megatron-dcp[plot]'")
-    if not os.path.isdir(os.path.dirname(path) or "."):
-        raise ValueError(f"{os.path.dirname(path)!r} is no directory; make it first")
-    new = not os.path.exists(path)
-    try:
-        with open(path, "ab"):
-            pass
-    except OSError as error:
-        raise ValueError(f"{path!r} cannot be written: {error.strerror}; use another name") from error
-    if new:
-        os.remove(path)
 
 
 def plot(report: VerifyReport, path: str) -> None:
@@ -34,10 +12,7 @@ def plot(report: VerifyReport, path: str) -> None:
     Raises:
         ValueError: matplotlib is not installed, or the name of the file says no format.
     """
-    check_plot(path)
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = new_figure(path, 9, 4)
     axes = figure.subplots()
     smallest = min((d for each in report.comparisons for d in each.logprob_diffs if d > 0), default=1e-8)
     for each in report.comparisons:

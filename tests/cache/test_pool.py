@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megatron_dcp.cache.layout import KVLayout
-from megatron_dcp.cache.pool import KVPool, blocks_in, bytes_per_block
+from megatron_dcp.cache.pool import KVPool, bytes_per_block
+from megatron_dcp.cache.sizes import blocks_in
 from megatron_dcp.shard import quantise
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_dcp.checkpoint.dist_keys import Place, Stored, extra_state_keys, find_tensors, places
-from megatron_dcp.checkpoint.names import model_tensors
 from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
+from megatron_dcp.model_tensors import model_tensors
 
 DENSE = ModelConfig(
     num_layers=2,

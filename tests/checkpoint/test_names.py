@@ -7,16 +7,9 @@ import torch
 
 from megatron_dcp.checkpoint.families import FAMILIES, Family
 from megatron_dcp.checkpoint.families.transforms import QKV, GateUp
-from megatron_dcp.checkpoint.names import (
-    TensorSpec,
-    fit_vocab,
-    global_expert_name,
-    join,
-    model_tensors,
-    padded_vocab_size,
-    shard,
-)
+from megatron_dcp.checkpoint.names import fit_vocab, global_expert_name, join, shard
 from megatron_dcp.model_config import MLAConfig, ModelConfig, MoEConfig
+from megatron_dcp.model_tensors import TensorSpec, model_tensors, padded_vocab_size
 from workers import run_on_ranks
 
 CONFIG = ModelConfig(

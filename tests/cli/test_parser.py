@@ -111,7 +111,7 @@ def test_help_shows_an_example_that_parses(command, capsys):
     words = shlex.split(example)
     args = words[words.index("megatron_dcp" if "megatron_dcp" in words else "megatron-dcp") + 1 :]
     assert build_parser().parse_args(args).command == command
-    assert arguments.CHECKPOINT in args or command == "env"
+    assert arguments.CHECKPOINT in args or command in ("env", "plan")
 
 
 def test_the_examples_checkpoint_is_there():

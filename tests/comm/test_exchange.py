@@ -15,15 +15,10 @@ import torch
 from torch import Tensor, distributed
 
 from megatron_dcp.comm.collectives import CollectiveError
-from megatron_dcp.comm.exchange import (
-    all_reduce_sum,
-    expected_traffic,
-    gather_heads,
-    get_exchange,
-    head_slice,
-)
+from megatron_dcp.comm.exchange import all_reduce_sum, gather_heads, get_exchange
 from megatron_dcp.merge import merge_partials
 from megatron_dcp.metrics import Metrics
+from megatron_dcp.traffic import expected_traffic, head_slice
 from workers import WorkerDied, run_on_ranks
 
 NAMES = ["fold", "all_reduce", "ag_rs", "a2a"]

@@ -30,10 +30,10 @@ from megatron_models import (
 
 from megatron_dcp import LLM, CacheConfig, EngineConfig, SamplingParams, build_model, local_layer_spec, parallel_state
 from megatron_dcp.checkpoint import read_config
-from megatron_dcp.comm.exchange import expected_traffic
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.layers import DCPMLASelfAttention, LatentShape, dcp_layer_spec, latent_plan
 from megatron_dcp.metrics import Metrics
+from megatron_dcp.traffic import expected_traffic
 from models import tiny_model
 from workers import run_on_ranks
 

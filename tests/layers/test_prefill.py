@@ -19,10 +19,11 @@ from megatron_models import (
 
 from megatron_dcp import CacheConfig, EngineConfig, parallel_state
 from megatron_dcp.attention import sdpa
-from megatron_dcp.cache import KVLayout
+from megatron_dcp.cache import KVLayout, sizes
+from megatron_dcp.cache.sizes import StripeSizes, exchange_work_bytes
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.engine.places import place_tokens
-from megatron_dcp.layers import Chunk, StripeSizes, exchange_work_bytes, is_striped, plan_striped, prefill
+from megatron_dcp.layers import Chunk, is_striped, plan_striped
 from megatron_dcp.metrics import Metrics
 from megatron_dcp.model_config import MLAConfig
 from workers import run_on_ranks
@@ -137,7 +138,7 @@ def slabs_case(rank, world, kind, per_slab):
     state = random_state(config)
     texts, lens = texts_for(world, 2, config.vocab_size)
     limits = {"WORK_BYTES": 5 << 10, "COPY_BYTES": 1 << 10, "MAX_ROWS": 8, "HEAD_BYTES": 1 << 10}
-    kept = prefill.SLAB_BYTES, {name: getattr(sdpa, name) for name in limits}
+    kept = sizes.SLAB_BYTES, {name: getattr(sdpa, name) for name in limits}
     runner = make_runner(
         sharded_model(config, state),
         config,
@@ -145,11 +146,11 @@ def slabs_case(rank, world, kind, per_slab):
         engine=EngineConfig(prefill="pass_kv"),
     )
     try:
-        prefill.SLAB_BYTES = per_slab * BLOCK * runner.pools[0].bytes_per_key
+        sizes.SLAB_BYTES = per_slab * BLOCK * runner.pools[0].bytes_per_key
         vars(sdpa).update(limits)
         return largest_error(runner, wanted_logits(whole_model(config, state), texts, lens), texts, lens, 20)
     finally:
-        prefill.SLAB_BYTES = kept[0]
+        sizes.SLAB_BYTES = kept[0]
         vars(sdpa).update(kept[1])
 
 

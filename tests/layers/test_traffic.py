@@ -6,9 +6,9 @@ import pytest
 from megatron_models import make_runner, random_state, sharded_model, tiny_config
 
 from megatron_dcp import CacheConfig, EngineConfig, parallel_state
-from megatron_dcp.comm.exchange import expected_traffic
 from megatron_dcp.engine.batch import SeqStep, StepBatch
 from megatron_dcp.metrics import Metrics
+from megatron_dcp.traffic import expected_traffic
 from workers import run_on_ranks
 
 

@@ -115,16 +115,3 @@ def test_plot(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     plot(report(comparison("prefill"), comparison("decode", diffs=(0.0, 0.5))), str(path))
     assert path.stat().st_size > 1000
-
-
-def test_what_cannot_be_plotted_is_said_before(tmp_path, monkeypatch):
-    from megatron_dcp.verification import plot
-
-    with pytest.raises(ValueError, match=r"'a.txt' names no format for a plot; use a name that ends in .png"):
-        plot.check_plot("a.txt")
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install 'megatron-dcp\[plot\]'"):
-        plot.check_plot("a.png")
-    monkeypatch.setattr(plot, "find_spec", lambda name: name)
-    with pytest.raises(ValueError, match="is no directory; make it first"):
-        plot.check_plot(str(tmp_path / "none" / "a.png"))

@@ -14,8 +14,9 @@ from typing import Any
 
 from megatron_dcp.checkpoint.families.transforms import QKV, GateUp, Same, Shape, Transform, Vocabulary
 from megatron_dcp.checkpoint.families.windows import Windows
-from megatron_dcp.checkpoint.names import model_tensors, split_layer_name
+from megatron_dcp.checkpoint.names import split_layer_name
 from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.model_tensors import model_tensors
 
 Table = Mapping[str, tuple[tuple[str, ...], Transform]]
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")

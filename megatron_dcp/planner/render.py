@@ -1,0 +1,134 @@
+"""A plan for people: a table, the advice, what does not fit. And for programs: a dict for JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from megatron_dcp.planner.advice import advise, binding, problems
+from megatron_dcp.planner.memory import kv_dtype
+from megatron_dcp.planner.plan import Plan, Row
+from megatron_dcp.planner.weights import count_parameters
+
+_COLUMNS = (
+    ("configuration", ""), ("weights", "GB"), ("KV", "GB"), ("copies", ""), ("rest", "GB"), ("used", "%"),
+    ("batch", "most"), ("context", "most"), ("exchange", "KB/tok/layer"), ("calls", "/layer"), ("TTFT", "s"),
+    ("TPOT", "ms"), ("per user", "tok/s"), ("per GPU", "tok/s"), ("binds", ""),
+)  # fmt: skip
+
+
+def render(plan: Plan, top: int) -> str:
+    """The ``top`` configurations of a plan, the advice, and what does not fit."""
+    lines = [*_head(plan), ""]
+    fitting = plan.distinct(plan.fitting)
+    if shown := fitting[:top]:
+        if plan.best is not None and plan.best not in shown:
+            shown[-1] = plan.best
+        lines += _table(plan, shown)
+        if len(fitting) > len(shown):
+            lines.append(f"{len(fitting) - len(shown)} more fit (--top, --json)")
+        lines.append("")
+    lines.append(advise(plan))
+    if missing := problems(plan):
+        lines += ["", "does not fit:", *(f"  {line}" for line in missing)]
+    return "\n".join(lines)
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Everything, for JSON: bytes and seconds."""
+    best = plan.best
+    cache = plan.rows[0].candidate.cache
+    size = cache.block_size
+    return {
+        "model": plan.model_name,
+        "parameters": count_parameters(plan.model),
+        "gpus": plan.gpus,
+        "machine": asdict(plan.machine),
+        "workload": asdict(plan.workload),
+        "legal_interleaves": [number for number in range(1, size + 1) if size % number == 0],
+        "advice": advise(plan),
+        "best": None if best is None else plan.rows.index(best),
+        "configurations": [_row_dict(row) for row in plan.rows],
+    }
+
+
+def _row_dict(row: Row) -> dict[str, Any]:
+    one = row.candidate
+    return {
+        "name": one.name,
+        "tp": one.tp,
+        "dcp": one.dcp,
+        "layout": one.layout,
+        "pp": one.pp,
+        "dp": one.dp,
+        "ep": one.parallel.expert_model_parallel_size,
+        "expert_tp": one.parallel.expert_tp,
+        "kv_interleave_size": one.cache.kv_interleave_size,
+        "kv_cache_dtype": one.kv_cache_dtype,
+        "exchange": one.exchange,
+        "fits": row.problem is None,
+        "problem": row.problem,
+        "bytes_per_gpu": asdict(row.memory) | {"total": row.memory.total},
+        "largest_batch": row.largest_batch,
+        "largest_context": row.largest_context,
+        "traffic": asdict(row.traffic),
+        "exchanges": {name: asdict(traffic) for name, traffic in row.exchanges.items()},
+        "step_seconds": asdict(row.step),
+        "binds": binding(row.step)[0],
+        "ttft_s": row.ttft_s,
+        "tpot_s": row.tpot_s,
+        "tokens_per_s_per_user": row.interactivity,
+        "tokens_per_s_per_gpu": row.throughput,
+    }
+
+
+def _head(plan: Plan) -> list[str]:
+    work, one = plan.workload, plan.machine
+    stored = sorted({row.candidate.kv_cache_dtype for row in plan.rows})
+    cached = " and ".join(kv_dtype(work.weight_dtype) if name == "auto" else name for name in stored)
+    parameters = f"{count_parameters(plan.model) / 1e9:.1f} B parameters"
+    head = [
+        f"{plan.model_name}: {parameters} in {work.weight_dtype}, KV in {cached}",
+        f"{plan.gpus} x {one.name}: {one.memory_bytes / 1e9:.0f} GB, of which {work.memory_share:.0%} may be used; "
+        f"reached {one.memory_bandwidth / 1e12:.2f} TB/s, {one.flops['bfloat16'] / 1e12:.0f} bf16 TFLOP/s",
+        f"{work.batch} sequence{'s' if work.batch > 1 else ''} of {work.context} tokens; estimates (docs/planner.md)",
+    ]
+    if work.weight_dtype in ("fp8", "mxfp4", "nvfp4"):
+        head.append(f"{work.weight_dtype} weights are for planning: the engine computes with 16 or 32 bits")
+    return head
+
+
+def _table(plan: Plan, rows: list[Row]) -> list[str]:
+    cells = [_cells(plan, row) for row in rows]
+    head = [[name for name, _ in _COLUMNS], [unit for _, unit in _COLUMNS]]
+    widths = [max(map(len, column)) for column in zip(*head, *cells, strict=True)]
+
+    def line(row: list[str]) -> str:
+        texts = [
+            cell.ljust(width) if index in (0, len(row) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        return "  ".join(texts).rstrip()
+
+    return [*map(line, head), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, cells)]
+
+
+def _cells(plan: Plan, row: Row) -> list[str]:
+    memory, traffic = row.memory, row.traffic
+    return [
+        ("* " if row is plan.best else "  ") + row.candidate.name,
+        f"{memory.weights / 1e9:.1f}",
+        f"{memory.kv / 1e9:.2f}",
+        f"{memory.kv_copies:g}",
+        f"{(memory.activations + memory.work) / 1e9:.2f}",
+        f"{100 * memory.total / plan.machine.memory_bytes:.0f}",
+        str(row.largest_batch),
+        str(row.largest_context),
+        f"{traffic.exchange_bytes / 1e3:.1f}",
+        str(traffic.exchange_calls),
+        f"{row.ttft_s:.2f}",
+        f"{row.tpot_s * 1e3:.1f}",
+        f"{row.interactivity:.1f}",
+        f"{row.throughput:.1f}",
+        binding(row.step)[0],
+    ]
