@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("engine",),
     ("server",),
-    ("verification", "training"),
+    ("verification", "training", "profiling"),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -73,6 +73,10 @@ WITHOUT_TORCH = (
     "engine/scheduler.py",
     "engine/stats.py",
     "engine/wire.py",
+    "profiling/advice.py",
+    "profiling/clock.py",
+    "profiling/report.py",
+    "profiling/page.py",
 )
 
 

@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_dcp.cli import arguments, convert, env, generate, verify
+from megatron_dcp.cli import arguments, convert, env, generate, profile, verify
 from megatron_dcp.cli.failure import failing_together
 
-COMMANDS = (generate, verify, convert, env)
+COMMANDS = (generate, verify, profile, convert, env)
 
 
 def build_parser() -> argparse.ArgumentParser:

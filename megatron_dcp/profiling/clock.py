@@ -17,9 +17,7 @@ from megatron_dcp.metrics import Metrics
 
 KINDS = ("full attention", "windows", "MLA", "experts", "dense FFN", "embedding", "logits", "stages", "engine")
 PARTS = ("attention", "communication", "gemm", "rest")
-Kind = Literal[
-    "full attention", "windows", "MLA", "experts", "dense FFN", "embedding", "logits", "stages", "engine"
-]
+Kind = Literal["full attention", "windows", "MLA", "experts", "dense FFN", "embedding", "logits", "stages", "engine"]
 Part = Literal["attention", "communication", "gemm", "rest"]
 Phase = Literal["prefill", "decode"]
 
@@ -68,7 +66,7 @@ class Clock:
     """
 
     def __init__(self, new_event: Callable[[], Any] | None = None, wait: Callable[[], None] | None = None) -> None:
-        self._new_event, self._wait = new_event, wait
+        self.new_event, self._wait = new_event, wait
         self.steps: list[Step] = []
         self.origin = 0.0
         self.open = False
@@ -76,6 +74,10 @@ class Clock:
         self._times, self._keys = array("d"), array("B")
         self._events: list[Any] = []
         self._waited: float | None = None
+
+    def use(self, other: Clock) -> None:
+        """Tell the time that ``other`` tells."""
+        self.new_event, self._wait = other.new_event, other._wait
 
     def restart(self) -> None:
         """Forget all steps; what comes begins now."""
@@ -154,8 +156,8 @@ class Clock:
     def _mark(self, key: int) -> None:
         if not self.open:
             return
-        if self._new_event is not None:
-            event = self._new_event()
+        if self.new_event is not None:
+            event = self.new_event()
             event.record()
             self._events.append(event)
         self._times.append(time.perf_counter())

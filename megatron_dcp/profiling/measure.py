@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+
 from megatron_dcp.engine import runner as runner_module
 from megatron_dcp.engine.core import Engine
 from megatron_dcp.engine.link import Link
