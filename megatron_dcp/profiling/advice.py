@@ -1,6 +1,6 @@
 """What to change, from what was measured: rules with named thresholds, in plain sentences. No torch.
 
-A rule speaks where its number is above its threshold, says the number, and names options that exist for the run at hand.
+A rule speaks where its number is above its threshold, says the number, and names options that the run at hand has.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def _balance(facts: Facts) -> Iterator[str]:
     if facts.decode_imbalance > IMBALANCE:
         yield (
             f"Rank {facts.slowest_rank} computes {facts.decode_imbalance:.0%} longer than the mean of the ranks in "
-            f"decode (threshold {IMBALANCE:.0%}), and the others wait for it in their collectives; look at its load, its "
-            "clock and its experts, and at a smaller --kv-interleave if its KV fill is above that of the others."
+            f"decode (threshold {IMBALANCE:.0%}), and the others wait for it in their collectives; look at its load, "
+            "its clock and its experts, and at a smaller --kv-interleave if its KV fill is above that of the others."
         )
 
 
@@ -160,15 +160,14 @@ def _overhead(facts: Facts) -> Iterator[str]:
     host_bound = facts.decode_gpu_wait is None or facts.decode_gpu_wait < GPU_WAIT_SHARE
     if facts.on_gpu and host_bound:
         yield (
-            f"The host waits for the GPU in {facts.decode_gpu_wait or 0.0:.0%} of decode (threshold {GPU_WAIT_SHARE:.0%}): "
-            "the GPU waits for Python; try --cuda-graphs, or a batch "
-            f"above {facts.batch}."
+            f"The host waits for the GPU in {facts.decode_gpu_wait or 0.0:.0%} of decode only (threshold "
+            f"{GPU_WAIT_SHARE:.0%}): the GPU waits for Python; try --cuda-graphs, or a batch above {facts.batch}."
         )
     elif not facts.on_gpu and facts.decode_rest > REST_SHARE:
         yield (
-            f"{facts.decode_rest:.0%} of decode (threshold {REST_SHARE:.0%}) is neither attention nor communication nor "
-            f"a product but Python and small operations; try a batch above {facts.batch}, which shares them, and on a "
-            "GPU --cuda-graphs."
+            f"{facts.decode_rest:.0%} of decode (threshold {REST_SHARE:.0%}) is neither attention nor communication "
+            f"nor a product, but Python and small operations; try a batch above {facts.batch}, which shares them, and "
+            "--cuda-graphs on a GPU."
         )
 
 
@@ -191,7 +190,7 @@ def _prefixes(facts: Facts) -> Iterator[str]:
         else "leave --no-prefix-caching out"
     )
     yield (
-        f"{shareable:.0%} of the prompt tokens (threshold {SHAREABLE_PREFIX:.0%}) are prefixes that the prompts share, but "
+        f"{shareable:.0%} of the prompt tokens (threshold {SHAREABLE_PREFIX:.0%}) are prefixes that prompts share, but "
         f"only {facts.prefix_hits:.0%} were found in the prefix cache; {remedy}."
     )
 

@@ -43,6 +43,7 @@ class Step:
         parts: Seconds of each kind and part, by `key_of`; they add up to ``seconds``.
         times: Where segments begin, seconds since the step did.
         keys: Their kind and part.
+        marks: How often the hand of the clock was turned; segments that follow each other in one part are one.
         waited_s: How long the host waited for the GPU at the end of the model's forward; ``None`` without one.
     """
 
@@ -53,6 +54,7 @@ class Step:
     parts: tuple[float, ...]
     times: tuple[float, ...]
     keys: tuple[int, ...]
+    marks: int
     waited_s: float | None = None
 
 
@@ -124,6 +126,7 @@ class Clock:
                 parts=tuple(parts.tolist()),
                 times=tuple(times[first].tolist()),
                 keys=tuple(keys[first].tolist()),
+                marks=len(times),
                 waited_s=self._waited,
             )
         )

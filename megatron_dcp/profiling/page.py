@@ -56,8 +56,8 @@ def _phase(phase: PhaseReport, cost: float) -> dict[str, Any]:
         "tokens": phase.tokens,
         "wall": phase.wall,
         "rows": [[kind, list(parts.values())] for kind, parts in phase.table.items()],
-        "note": f"Communication {phase.communication_share:.1%}. Slowest: rank {phase.slowest.rank}, computing "
-        f"{phase.imbalance:.1%} longer than the mean and {phase.spread:.1%} longer than the fastest. Measuring took "
+        "note": f"Communication in the model {phase.communication_share:.1%}. Slowest: rank {phase.slowest.rank}, "
+        f"computing {phase.imbalance:.1%} longer than the mean and {phase.spread:.1%} longer than the fastest. Measuring took "
         f"about {cost:.1%}.",
     }
 

@@ -186,7 +186,7 @@ class ProfileReport:
     def cost_share(self, phase: str) -> float:
         """Of a phase's time, what measuring itself takes: marks of the clock times the cost of one."""
         steps = [step for step in self.runs[0].steps if step.phase == phase]
-        return self.mark_s * sum(len(step.times) for step in steps) / sum(step.seconds for step in steps)
+        return self.mark_s * sum(step.marks for step in steps) / sum(step.seconds for step in steps)
 
     def to_dict(self) -> dict[str, Any]:
         """All numbers, of types that JSON has; steps without their segments."""
@@ -253,8 +253,8 @@ def _phase_lines(phase: PhaseReport, cost: float) -> list[str]:
     return [
         f"{phase.phase}: {phase.steps} steps, {phase.tokens:,} tokens, {phase.wall:.3f} s",
         *map(line, [header, *rows, whole]),
-        f"  communication {phase.communication_share:.1%} of the time; slowest rank {slowest.rank}, computing "
-        f"{phase.imbalance:.1%} longer than the mean, {phase.spread:.1%} longer than the fastest; measuring took "
+        f"  communication in the model {phase.communication_share:.1%} of the time; slowest rank {slowest.rank}, "
+        f"computing {phase.imbalance:.1%} longer than the mean, {phase.spread:.1%} longer than the fastest; measuring took "
         f"about {cost:.1%}",
     ]
 
