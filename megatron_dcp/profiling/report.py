@@ -254,8 +254,8 @@ def _phase_lines(phase: PhaseReport, cost: float) -> list[str]:
         f"{phase.phase}: {phase.steps} steps, {phase.tokens:,} tokens, {phase.wall:.3f} s",
         *map(line, [header, *rows, whole]),
         f"  communication in the model {phase.communication_share:.1%} of the time; slowest rank {slowest.rank}, "
-        f"computing {phase.imbalance:.1%} longer than the mean, {phase.spread:.1%} longer than the fastest; measuring took "
-        f"about {cost:.1%}",
+        f"computing {phase.imbalance:.1%} longer than the mean, {phase.spread:.1%} longer than the fastest; measuring "
+        f"took about {cost:.1%}",
     ]
 
 

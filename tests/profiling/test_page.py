@@ -34,13 +34,14 @@ def step(number, *, phase="decode", attention=0.002, rest=0.003):
     )
 
 
+def steps_of(rank, count):
+    """One of prefill, the others of decode; the higher the rank, the longer they take."""
+    for number in range(count):
+        yield step(number, phase="decode" if number else "prefill", attention=0.002 + 0.001 * rank)
+
+
 def report(ranks=3, steps=5):
-    runs = tuple(
-        RankRun(
-            rank, rank, 0, rank == 0, [step(i, phase="decode" if i else "prefill", attention=0.002 + 0.001 * rank) for i in range(steps)]
-        )
-        for rank in range(ranks)
-    )  # fmt: skip
+    runs = tuple(RankRun(rank, rank, 0, rank == 0, list(steps_of(rank, steps))) for rank in range(ranks))
     return ProfileReport(
         settings={"model": HOSTILE, "ranks": "dcp 3"},
         phases=tuple(each for phase in PHASES if (each := phase_report(phase, runs)) is not None),
