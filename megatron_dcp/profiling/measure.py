@@ -230,6 +230,8 @@ def _wrap_model(wrap: Callable[..., None], gpt: Any, clock: Clock, ranges: Range
             wrap(layer.mlp, "decode", _in_range(ranges, f"layer {number} experts"))
         elif ranges:
             wrap(layer.mlp, "forward", _in_range(ranges, f"layer {number} ffn"))
+    for module in filter(_multiplies_in_te, gpt.modules()):
+        wrap(module, "forward", lambda call: _in_part(clock, "gemm", call))
     if gpt.pre_process:
         wrap(gpt.embedding, "forward", _in_kind(clock, ranges, "embedding", "embedding"))
     if getattr(gpt.decoder, "final_layernorm", None) is not None:
@@ -238,6 +240,14 @@ def _wrap_model(wrap: Callable[..., None], gpt: Any, clock: Clock, ranges: Range
     wrap(ModelRunner, "_chosen_logits", _in_kind(clock, Ranges(), "", "logits"))  # with what brings the rows together
     wrap(ModelRunner, "receive", _in_kind(clock, Ranges(), "", "stages"))
     wrap(runner_module, "send_to_next_stage", _in_kind(clock, Ranges(), "", "stages"))
+
+
+def _multiplies_in_te(module: Any) -> bool:
+    """Whether it is one of TransformerEngine's linear layers, whose products no Python function makes."""
+    return any(
+        base.__module__.startswith("transformer_engine") and ("Linear" in base.__name__ or "MLP" in base.__name__)
+        for base in type(module).__mro__
+    )
 
 
 def _attention_kind(config: Any, window: int | None) -> Kind:

@@ -57,8 +57,8 @@ def _phase(phase: PhaseReport, cost: float) -> dict[str, Any]:
         "wall": phase.wall,
         "rows": [[kind, list(parts.values())] for kind, parts in phase.table.items()],
         "note": f"Communication in the model {phase.communication_share:.1%}. Slowest: rank {phase.slowest.rank}, "
-        f"computing {phase.imbalance:.1%} longer than the mean and {phase.spread:.1%} longer than the fastest. Measuring "
-        f"took about {cost:.1%}.",
+        f"computing {phase.imbalance:.1%} longer than the mean and {phase.spread:.1%} longer than the fastest. "
+        f"Measuring took about {cost:.1%}.",
     }
 
 

@@ -112,6 +112,16 @@ def test_megatrons_own_sums_are_communication():
             assert seconds(steps, kind, "communication") > 0, kind
 
 
+def test_linear_layers_of_transformer_engine_are_products():
+    from megatron_dcp.profiling.measure import _multiplies_in_te
+
+    theirs = type("LayerNormLinear", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module"})
+    norm = type("RMSNorm", (torch.nn.Module,), {"__module__": "transformer_engine.pytorch.module"})
+    megatrons = type("TELayerNormColumnParallelLinear", (theirs,), {"__module__": "megatron.core.extensions"})
+    assert [_multiplies_in_te(each()) for each in (theirs, megatrons, norm)] == [True, True, False]
+    assert not _multiplies_in_te(torch.nn.Linear(1, 1))
+
+
 @pytest.mark.mcore_line
 def test_latents_experts_and_windows_are_kinds_of_their_own():
     by_rank = run_on_ranks(2, measured_run, tiny_model("deepseek_v3"), dict(decode_context_parallel_size=2))
