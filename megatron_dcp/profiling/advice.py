@@ -33,7 +33,7 @@ class Facts:
     """What the rules look at. Shares are of a phase's wall time, mean over ranks; 0 where there was no such phase.
 
     Attributes:
-        tp, dcp, layout, exchange: Of the run.
+        tp, dcp, layout, exchange, prefill: Of the run.
         on_gpu: Whether it ran on GPUs.
         kv_dtype: What the pool holds.
         pool_sized: Whether the pool has a configured size; otherwise it is as large as the requests need.
@@ -55,6 +55,7 @@ class Facts:
     dcp: int
     layout: str
     exchange: str
+    prefill: str
     on_gpu: bool
     kv_dtype: str
     pool_sized: bool
@@ -96,14 +97,18 @@ def _decode_communication(facts: Facts) -> Iterator[str]:
         return
     options = []
     if facts.dcp > 1:
-        options.append(f"a dcp below {facts.dcp} if the KV cache still fits")
+        if not _pool_is_short(facts):
+            options.append(f"a dcp below {facts.dcp} if the KV cache still fits")
         if facts.layout == "orthogonal" and facts.exchange != "fold":
             options.append(
                 f"--exchange fold instead of {facts.exchange}, which leaves the sum to the output projection"
             )
     elif facts.tp > 1:
         options.append(f"a tp below {facts.tp} if the weights still fit")
-    options.append(f"a batch above {facts.batch}, which sends more per collective and not more of them")
+    if _pool_is_short(facts):
+        options.append(f"a larger KV pool, so that more than {facts.batch} sequences share a collective")
+    else:
+        options.append(f"a batch above {facts.batch}, which sends more per collective and not more of them")
     if facts.on_gpu:
         options.append("symmetric memory (EngineConfig.symmetric_memory) for small exchanges within a machine")
         options.append("--cuda-graphs, which take the launches out of them")
@@ -115,9 +120,12 @@ def _decode_communication(facts: Facts) -> Iterator[str]:
 
 def _prefill_communication(facts: Facts) -> Iterator[str]:
     if facts.prefill_communication > COMMUNICATION_SHARE:
+        options = ["a larger --prefill-chunk-size, so that keys travel less often"]
+        if facts.prefill not in ("auto", "replicated"):
+            options.append(f"--prefill auto instead of {facts.prefill}")
         yield (
             f"Communication takes {facts.prefill_communication:.0%} of prefill (threshold {COMMUNICATION_SHARE:.0%}); "
-            "try a larger --prefill-chunk-size, so that keys travel less often, and --prefill auto."
+            f"try {_listed(options)}."
         )
 
 
@@ -134,12 +142,11 @@ def _attention(facts: Facts) -> Iterator[str]:
 
 
 def _pool(facts: Facts) -> Iterator[str]:
-    full = facts.pool_sized and facts.pool_use > POOL_USE
-    if not full and not facts.preemptions:
+    if not _pool_is_short(facts):
         return
     said = f"The KV pool is {facts.pool_use:.0%} full at its fullest (threshold {POOL_USE:.0%})"
     if facts.preemptions:
-        said += f", and {facts.preemptions} times a sequence lost its blocks and was computed again"
+        said += f", and sequences lost their blocks and were computed again (preemptions: {facts.preemptions})"
     options = [f"a dcp above {facts.dcp}, whose group holds more tokens"]
     if not _is_8_bit(facts):
         options.append(f"an 8-bit --kv-cache-dtype instead of {facts.kv_dtype} (not exact)")
@@ -207,9 +214,13 @@ RULES: dict[str, Callable[[Facts], Iterator[str]]] = {
 }
 
 
+def _pool_is_short(facts: Facts) -> bool:
+    return (facts.pool_sized and facts.pool_use > POOL_USE) or facts.preemptions > 0
+
+
 def _is_8_bit(facts: Facts) -> bool:
     return facts.kv_dtype in ("int8", "float8_e4m3fn")
 
 
 def _listed(options: list[str]) -> str:
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])}, or {options[-1]}"

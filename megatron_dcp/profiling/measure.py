@@ -124,7 +124,7 @@ def phase_of(counts: Sequence[int], num_draft_tokens: int) -> Phase:
 
 
 def switch_cost_s(new_event: Callable[[], Any] | None = None) -> float:
-    """Seconds that one mark of a clock takes here: a wrapped call of nothing makes two."""
+    """Seconds that one turn of a clock's hand takes in a loop here: a wrapped call of nothing makes two."""
     clock = Clock(new_event, lambda: None)
     clock.begin_step()
     call = _in_part(clock, "gemm", lambda: None)

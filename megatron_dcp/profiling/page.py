@@ -31,7 +31,7 @@ def page_data(report: ProfileReport) -> dict[str, Any]:
     if any(len(run.steps) > MAX_STEPS for run in report.runs):
         notes.append(f"The timeline has the first {MAX_STEPS:,} of {len(report.runs[0].steps):,} steps.")
     notes.append(
-        f"{report.preemptions} preemptions; {report.prefix_hits:.0%} of the prompt tokens came from the prefix cache."
+        f"Preemptions: {report.preemptions}; {report.prefix_hits:.0%} of the prompt tokens came from the prefix cache."
     )
     return {
         "settings": list(report.settings.items()),
@@ -58,7 +58,7 @@ def _phase(phase: PhaseReport, cost: float) -> dict[str, Any]:
         "rows": [[kind, list(parts.values())] for kind, parts in phase.table.items()],
         "note": f"Communication in the model {phase.communication_share:.1%}. Slowest: rank {phase.slowest.rank}, "
         f"computing {phase.imbalance:.1%} longer than the mean and {phase.spread:.1%} longer than the fastest. "
-        f"Measuring took about {cost:.1%}.",
+        f"Measuring took at least {cost:.1%}.",
     }
 
 

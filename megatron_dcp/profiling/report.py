@@ -161,7 +161,7 @@ class ProfileReport:
         phases: Prefill and decode, where there were such steps.
         runs: The steps of every rank.
         kv: The pool over time.
-        mark_s: Seconds that one mark of the clock costs.
+        mark_s: Seconds that one turn of the clock's hand costs in a loop.
         preemptions: In the run.
         prefix_hits: Of the prompt tokens, found in the prefix cache.
         advice: By rule.
@@ -184,7 +184,7 @@ class ProfileReport:
         raise KeyError(phase)
 
     def cost_share(self, phase: str) -> float:
-        """Of a phase's time, what measuring itself takes: marks of the clock times the cost of one."""
+        """Of a phase's time, the least that measuring takes: turns of the hand times the cost of one in a loop."""
         steps = [step for step in self.runs[0].steps if step.phase == phase]
         return self.mark_s * sum(step.marks for step in steps) / sum(step.seconds for step in steps)
 
@@ -255,7 +255,7 @@ def _phase_lines(phase: PhaseReport, cost: float) -> list[str]:
         *map(line, [header, *rows, whole]),
         f"  communication in the model {phase.communication_share:.1%} of the time; slowest rank {slowest.rank}, "
         f"computing {phase.imbalance:.1%} longer than the mean, {phase.spread:.1%} longer than the fastest; measuring "
-        f"took about {cost:.1%}",
+        f"took at least {cost:.1%}",
     ]
 
 
@@ -272,5 +272,5 @@ def _kv_lines(report: ProfileReport) -> list[str]:
     fill = ", ".join(f"{max(point.fill[rank] for point in report.kv):.0%}" for rank in range(len(fullest.fill)))
     return [
         f"KV pool: at most {fullest.held:.0%} of the blocks held; slots filled by dcp rank: {fill}; "
-        f"{report.preemptions} preemptions; prefix hits {report.prefix_hits:.0%} of the prompt tokens"
+        f"preemptions: {report.preemptions}; prefix hits {report.prefix_hits:.0%} of the prompt tokens"
     ]

@@ -144,6 +144,7 @@ def _facts(
         dcp=groups.dcp.size(),
         layout=groups.dcp_layout,
         exchange=llm.engine_config.exchange_for(groups.dcp_layout),
+        prefill=llm.runner.prefill,
         on_gpu=next(llm.model.parameters()).is_cuda,
         kv_dtype=str(llm.runner.kv_dtype).removeprefix("torch."),
         pool_sized=cache.num_blocks is not None or cache.bytes_per_rank is not None,

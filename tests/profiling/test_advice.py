@@ -12,6 +12,7 @@ QUIET = Facts(
     dcp=4,
     layout="orthogonal",
     exchange="a2a",
+    prefill="auto",
     on_gpu=False,
     kv_dtype="bfloat16",
     pool_sized=True,
@@ -73,6 +74,17 @@ def test_communication_names_what_the_run_can_change():
     assert "tp below 2" in text and "dcp" not in text
 
 
+def test_a_pool_that_is_short_holds_no_larger_shard_and_no_larger_batch():
+    text = said(decode_communication=0.4, pool_use=0.95)["communication"]
+    assert "dcp below" not in text and "batch above" not in text and "a larger KV pool" in text
+
+
+def test_prefill_names_the_way_that_it_does_not_choose_itself():
+    assert "--prefill auto" not in said(prefill_communication=0.4)["prefill communication"]
+    text = said(prefill_communication=0.4, prefill="pass_q")["prefill communication"]
+    assert "--prefill auto instead of pass_q" in text and "--prefill-chunk-size" in text
+
+
 def test_attention_wants_more_ranks_or_fewer_bytes():
     text = said(decode_attention=0.7, context=131072)["attention"]
     assert "dcp above 4" in text and "131,072 tokens" in text and "8-bit" in text
@@ -83,7 +95,7 @@ def test_attention_wants_more_ranks_or_fewer_bytes():
 def test_a_pool_that_was_made_to_measure_may_be_full():
     assert list(said(pool_use=1.0, pool_sized=False)) == ["none"]
     text = said(pool_use=0.5, preemptions=2, pool_sized=True)["pool"]
-    assert "2 times a sequence lost its blocks" in text and "8-bit" in text and "dcp above 4" in text
+    assert "(preemptions: 2)" in text and "8-bit" in text and "dcp above 4" in text
     assert "8-bit" not in said(preemptions=1, kv_dtype="float8_e4m3fn")["pool"]
 
 

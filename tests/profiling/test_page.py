@@ -83,7 +83,7 @@ def test_waiting_for_the_driver_is_no_communication_of_the_model():
 
 def test_the_report_for_a_person_and_for_a_program():
     text = str(report())
-    assert "decode: 4 steps, 8 tokens, 0.024 s" in text and "slowest rank 2" in text and "1 preemptions" in text
+    assert "decode: 4 steps, 8 tokens, 0.024 s" in text and "slowest rank 2" in text and "preemptions: 1" in text
     found = json.loads(json.dumps(report().to_dict(), allow_nan=False))
     assert [each["phase"] for each in found["phases"]] == ["prefill", "decode"]
     assert found["ranks"][1]["steps"][0]["parts"] == {
@@ -150,5 +150,5 @@ def test_in_a_browser_it_runs_without_an_error_and_has_a_row_per_rank(browser, t
     assert "CONSOLE" not in done.stderr, done.stderr
     assert len(re.findall(r'class="row rank"', done.stdout)) == ranks
     assert done.stdout.count("<canvas") == ranks + 2
-    assert "preemptions; 25% of the prompt tokens" in done.stdout  # the last thing that its script writes
+    assert "Preemptions: 1; 25% of the prompt tokens" in done.stdout  # the last thing that its script writes
     assert "&lt;/script&gt;" in done.stdout
