@@ -10,7 +10,7 @@ setup(
     long_description_content_type="text/markdown",
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcp", "megatron_dcp.*"]),
-    package_data={"megatron_dcp": ["py.typed"]},
+    package_data={"megatron_dcp": ["py.typed", "profiling/page.html"]},
     install_requires=[
         "megatron-core>=0.16.1,<0.20",
         "torch>=2.6",

@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("engine",),
     ("server",),
-    ("verification", "training"),
+    ("verification", "training", "profiling"),
     ("cli",),
     ("__init__", "__main__"),
 )
@@ -82,6 +82,10 @@ WITHOUT_TORCH = (
     "planner/plot.py",
     "planner/prefill.py",
     "planner/render.py",
+    "profiling/advice.py",
+    "profiling/clock.py",
+    "profiling/report.py",
+    "profiling/page.py",
 )
 
 

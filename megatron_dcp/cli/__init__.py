@@ -13,10 +13,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_dcp.cli import arguments, convert, env, generate, plan, verify
+from megatron_dcp.cli import arguments, convert, env, generate, plan, profile, verify
 from megatron_dcp.cli.failure import failing_together
 
-COMMANDS = (generate, verify, convert, plan, env)
+COMMANDS = (generate, verify, profile, plan, convert, env)
 
 
 def build_parser() -> argparse.ArgumentParser:
