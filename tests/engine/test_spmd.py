@@ -162,7 +162,9 @@ def test_progress_and_the_line_of_statistics(path, capsys, caplog):
         with caplog.at_level("INFO", logger="megatron_dcp"):
             outputs = llm.generate(PROMPTS, PARAMS, progress=True)
         assert len(outputs) == 4 and "4/4" in capsys.readouterr().err
-        assert len(caplog.records) == llm.stats().steps == 12
+        first, *lines = caplog.records
+        assert first.name == "megatron_dcp.startup" and "sdpa: chosen" in first.getMessage()
+        assert len(lines) == llm.stats().steps == 12 and {line.name for line in lines} == {"megatron_dcp"}
         assert llm.stats().generated_tokens == 48
         llm.generate(PROMPTS, PARAMS)
         assert capsys.readouterr() == ("", "")
