@@ -183,6 +183,11 @@ def add_cache_arguments(parser: argparse.ArgumentParser) -> None:
         default=engine.cuda_graphs,
         help="capture decode steps on a GPU: full, or piecewise with the exchanges left out (default none)",
     )
+    group.add_argument(
+        "--symmetric-memory",
+        action="store_true",
+        help="let small exchanges between the GPUs of one machine go by memory that they have all mapped, not by NCCL",
+    )
     group.add_argument("--no-prefix-caching", action="store_true", help="compute known prefixes of prompts again")
     size = group.add_mutually_exclusive_group()
     size.add_argument("--num-blocks", type=whole(1), metavar="N", help="blocks of the pool on every rank")
@@ -213,6 +218,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefix_caching=not args.no_prefix_caching,
         backend=args.backend,
         cuda_graphs=args.cuda_graphs,
+        symmetric_memory=args.symmetric_memory,
     )
     config.exchange_for(args.dcp_layout)
     return config
