@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in under ten minutes on one of them: the tests of tests/gpu, then the kernel benchmark. Writes
+# What only a GPU can show, in nine minutes at most: the tests of tests/gpu, then the kernel benchmark. Writes
 # one report; nothing is built, and only what is missing for the tests is installed (PYTHON names an environment to use):
 #
 #     bash tools/gpu_check.sh [REPORT.json]

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -206,13 +207,16 @@ class Rows:
 
 
 def _tensors(lists: RowLists, width: int) -> RowTensors:
-    def int32(numbers: list[int] | list[list[int]]) -> Tensor:
+    def int32(numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int64).to(torch.int32)
 
+    tables = np.zeros((len(lists.tables), width), dtype=np.int32)
+    for row, table in zip(tables, lists.tables, strict=True):
+        row[: len(table)] = table
     return RowTensors(
         cu_q_lens=int32([0, *accumulate(lists.q_lens)]),
         cu_kv_lens=int32([0, *accumulate(lists.kv_lens)]),
         kv_lens=int32(lists.kv_lens),
-        tables=int32([table + [0] * (width - len(table)) for table in lists.tables]),
+        tables=torch.from_numpy(tables),
         blind_t=torch.tensor(lists.blind) if lists.blind else None,
     )

@@ -109,6 +109,23 @@ def add_sizes(group: argparse._ActionsContainer, *options: tuple[str, str | None
         )
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--checkpoint`` and ``--dtype``."""
+    parser.add_argument(
+        "--checkpoint",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="torch_dist, legacy or Hugging Face checkpoint",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights, and of the cache unless --kv-cache-dtype says otherwise (default float32)",
+    )
+
+
 def add_parallel_arguments(parser: argparse.ArgumentParser) -> None:
     """``--tp``, ``--pp``, ``--dcp``, ``--dcp-layout``, ``--ep``, ``--expert-tp``, ``--exchange``, ``--timeout``."""
     group = parser.add_argument_group("parallelism")

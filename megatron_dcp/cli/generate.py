@@ -35,16 +35,7 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "comes instead.",
         EXAMPLE,
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=arguments.path,
-        required=True,
-        metavar="DIR",
-        help="torch_dist, legacy or Hugging Face checkpoint",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache (default float32)"
-    )
+    arguments.add_model_arguments(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="one prompt")
     prompt.add_argument(

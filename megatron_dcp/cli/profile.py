@@ -33,16 +33,7 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "slowest rank, and the KV cache over time. Times of a GPU are those of its own clock.",
         EXAMPLE,
     )
-    parser.add_argument(
-        "--checkpoint",
-        type=arguments.path,
-        required=True,
-        metavar="DIR",
-        help="torch_dist, legacy or Hugging Face checkpoint",
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache (default float32)"
-    )
+    arguments.add_model_arguments(parser)
     work = parser.add_argument_group("workload")
     prompt = work.add_mutually_exclusive_group(required=True)
     prompt.add_argument(

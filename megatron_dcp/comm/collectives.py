@@ -172,7 +172,7 @@ def issue(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Met
 
 def _guarded(op: str, call: Callable[[], object], group: ProcessGroup, metrics: Metrics | None) -> None:
     """Make the call, timed; what a library says of a lost rank becomes the one clear error."""
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         _after_last_call(group)
     try:
         with timed(metrics, "communication"):

@@ -9,7 +9,7 @@ Shapes: ``B`` rows of a bucket.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,7 +129,6 @@ class DecodeGraphs:
             visible=(0,) * rows,
             block_tables=((),) * rows,
             block_size=runner.layout.block_size,
-            hidden=(),
         )
         received = None
         if not runner.model.pre_process:
@@ -139,7 +138,9 @@ class DecodeGraphs:
             positions_B=whole.clone(),
             slots=tuple(whole.clone() for _ in runner.windows),
             plans=tuple(
-                attention.plan(nothing if window is None else _with_hidden(nothing), blocks=self._blocks)
+                attention.plan(
+                    nothing if window is None else replace(nothing, hidden=nothing.visible), blocks=self._blocks
+                )
                 for attention, window in zip(runner.attentions, runner.windows, strict=True)
             ),
             received_B1h=received,
@@ -188,17 +189,6 @@ class DecodeGraphs:
         plan = StepPlan(owned_t=None, replicated=len(inputs.tokens_B), striped_counts=(), kinds=tuple(kinds))
         hidden = runner.forward(plan, inputs.tokens_B, inputs.positions_B, inputs.received_B1h)
         return runner.logits(hidden) if runner.model.post_process else hidden
-
-
-def _with_hidden(batch: AttentionBatch) -> AttentionBatch:
-    """The same for layers with a sliding window."""
-    return AttentionBatch(
-        q_lens=batch.q_lens,
-        visible=batch.visible,
-        block_tables=batch.block_tables,
-        block_size=batch.block_size,
-        hidden=batch.visible,
-    )
 
 
 def _write(held_B: Tensor, values: np.ndarray, padding: int) -> None:
