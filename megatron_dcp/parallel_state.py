@@ -110,6 +110,13 @@ def is_initialized() -> bool:
     return _state is not None and dist.is_initialized() and _state.world is dist.group.WORLD
 
 
+def megatron_is_initialized() -> bool:
+    """Whether Megatron's own groups exist, whoever made them."""
+    from megatron.core import parallel_state as mpu
+
+    return bool(mpu.model_parallel_is_initialized())
+
+
 def destroy_model_parallel(*, destroy_megatron: bool | None = None) -> None:
     """Destroy the DCP groups; nothing happens where there are none.
 
@@ -225,8 +232,6 @@ def _describe(plan: tuple[ParallelConfig, bool] | None, order: str | None) -> st
 
 
 def _plan(given: dict[str, Any], dcp: dict[str, Any]) -> tuple[ParallelConfig, bool]:
-    from megatron.core import parallel_state as mpu
-
     if is_initialized():
         raise ValueError(
             "the DCP groups exist already; call megatron_dcp.parallel_state.destroy_model_parallel() first"
@@ -239,7 +244,7 @@ def _plan(given: dict[str, Any], dcp: dict[str, Any]) -> tuple[ParallelConfig, b
     }.items():
         if given.get(name, only) != only:
             raise ValueError(f"{name}={given[name]!r} does not go with decode context parallelism; leave it out")
-    attach = mpu.model_parallel_is_initialized()
+    attach = megatron_is_initialized()
     sizes = {name: given[name] for name in _SIZES if name in given}
     if attach:
         existing = _existing_sizes()

@@ -31,7 +31,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpoint",),
     ("engine",),
     ("server",),
-    ("verification", "training", "profiling"),
+    ("verification", "training", "profiling", "calibration"),
     ("cli",),
     ("__init__", "__main__"),
 )

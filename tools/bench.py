@@ -14,6 +14,7 @@ import bench_decode
 import bench_driver
 import bench_kernels
 import bench_mla
+import bench_plan
 import bench_prefill
 import bench_serve
 
@@ -26,6 +27,7 @@ def main() -> None:
     bench_driver.add_command(commands)
     bench_kernels.add_command(commands)
     bench_mla.add_command(commands)
+    bench_plan.add_command(commands)
     bench_prefill.add_command(commands)
     bench_serve.add_command(commands)
     arguments = parser.parse_args()

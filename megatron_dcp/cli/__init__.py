@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code. Wrong usage raises ``SystemExit(2)``, as ``argparse`` does."""
     args = build_parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     with warnings.catch_warnings():
         if not args.debug:
             warnings.simplefilter("ignore")  # optional packages that Megatron-Core misses, on every rank

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable
 from typing import Any, NoReturn, get_args
 
@@ -43,6 +44,15 @@ def path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; give the name of a file or directory")
     return text
+
+
+def check_output(option: str, path: str) -> None:
+    """Raise ``ValueError`` unless a file of this name could be written, before what it is to hold is computed."""
+    folder = os.path.dirname(path) or "."
+    if os.path.isdir(path):
+        raise ValueError(f"{option} {path} is a directory; give the name of a file")
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f"{option} {path} cannot be written: make the folder {folder!r} first, or choose another")
 
 
 def whole(at_least: int, at_most: int = LARGEST) -> Callable[[str], int]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_dcp.planner import Pins
 
 EXAMPLE = "  megatron-dcp plan qwen2.5-72b --gpu H200 --gpus 8 --context 131072 --batch 8"
+RANKS_ON_CPU = 2
+GPUS = 8  # of a data sheet, unless --gpus says otherwise
 _SHAPE = (
     ("--num-layers", "layers"),
     ("--hidden-size", "size of the hidden states"),
@@ -33,18 +37,32 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         "List what fits on some GPUs, with bytes, traffic and time, and recommend one.",
         "Needs no GPU.\n\n"
         "MODEL is a well-known model, a checkpoint, or a config.json of Hugging Face; without it, give the shape.\n"
-        "Times are estimates: a roofline, and latencies that are assumed (docs/planner.md).",
+        "Times are estimates (docs/planner.md): a roofline, and latencies that are assumed. --calibrate F.json\n"
+        "measures this machine instead, for --gpu F.json from then on: in less than a minute, with a process on\n"
+        "every GPU, or two where there is none, or those of torchrun.",
         EXAMPLE,
     )
     parser.add_argument(
         "model", nargs="?", type=arguments.path, metavar="MODEL", help="name, checkpoint or config.json"
     )
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="A100-40GB, A100-80GB, H100, H200, B200 or GB200")
-    parser.add_argument("--context", required=True, type=arguments.whole(1), metavar="N", help="tokens of a sequence")
+    device = parser.add_mutually_exclusive_group(required=True)
+    device.add_argument(
+        "--gpu",
+        type=arguments.path,
+        metavar="NAME",
+        help="A100-40GB, A100-80GB, H100, H200, B200, GB200, or the file of a machine that --calibrate measured",
+    )
+    device.add_argument(
+        "--calibrate",
+        type=arguments.path,
+        metavar="F.json",
+        help="measure this machine and write what it can do; with a MODEL, plan for it",
+    )
+    parser.add_argument("--context", type=arguments.whole(1), metavar="N", help="tokens of a sequence")
     engine = EngineConfig()
     arguments.add_sizes(
         parser,
-        ("--gpus", None, "N", 8, "how many GPUs"),
+        ("--gpus", None, "N", None, f"how many GPUs (default {GPUS}, or as many as measured)"),
         ("--batch", None, "N", 1, "sequences that decode at the same time, over all replicas"),
         ("--prefill-chunk-size", None, "N", engine.prefill_chunk_size, "most prompt tokens of one step"),
         ("--top", None, "N", 10, "configurations to show"),
@@ -75,13 +93,49 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
-    """Plan, print and write."""
+def run(args: argparse.Namespace) -> int | None:
+    """Measure if asked to; plan, print and write."""
+    if args.calibrate is not None and "RANK" not in os.environ:
+        _check(args)
+        return _start_ranks(args)
+    if args.calibrate is not None:
+        args.gpu = args.calibrate
+        if not _calibrate(args):
+            return None
+    else:
+        _check(args)
+    if _plans(args):
+        _plan(args)
+    return None
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Before anything is measured or computed."""
+    for name in ("calibrate", "json", "plot"):
+        if (path := getattr(args, name)) is not None:
+            arguments.check_output(f"--{name}", path)
+    if args.plot is not None:
+        from megatron_dcp.figures import check_plot
+
+        check_plot(args.plot)
+    if _plans(args):
+        if args.context is None:
+            raise ValueError("give --context, the tokens of a sequence")
+        _model(args)
+    elif unused := [f"--{name}" for name in ("context", "json", "plot") if getattr(args, name) is not None]:
+        raise ValueError(f"{unused[0]} is for a plan; give a MODEL, or leave it out")
+
+
+def _plans(args: argparse.Namespace) -> bool:
+    """Whether there is a model to plan for."""
+    return args.calibrate is None or args.model is not None or bool(_given_shape(args))
+
+
+def _plan(args: argparse.Namespace) -> None:
     from megatron_dcp.planner import Workload, machine, make_plan
     from megatron_dcp.planner.render import render, to_dict
 
-    _check_outputs(args)
-    gpu = machine(args.gpu)
+    one = machine(args.gpu)
     name, model = _model(args)
     workload = Workload(
         context=args.context,
@@ -90,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
         memory_share=args.memory_share,
         chunk=args.prefill_chunk_size,
     )
-    plan = make_plan(name, model, gpu, args.gpus, workload, _pins(args))
+    plan = make_plan(name, model, one, args.gpus or one.ranks or GPUS, workload, _pins(args))
     print(render(plan, args.top), flush=True)
     if args.json is not None:
         text = json.dumps(to_dict(plan), indent=1, allow_nan=False)
@@ -99,6 +153,49 @@ def run(args: argparse.Namespace) -> None:
         from megatron_dcp.planner.plot import plot
 
         plot(plan, args.plot, args.top)
+
+
+def _start_ranks(args: argparse.Namespace) -> int:
+    """The same command under torchrun: a rank for each GPU, or two on a CPU. Its exit code."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    ranks = args.gpus or gpus or RANKS_ON_CPU
+    if 0 < gpus < ranks:
+        raise ValueError(f"--gpus {ranks} cannot be measured: this machine has {gpus}; leave --gpus out")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    with subprocess.Popen(
+        [*command, "-m", "megatron_dcp", *args.argv], env={"OMP_NUM_THREADS": threads} | os.environ
+    ) as started:
+        try:
+            return started.wait()
+        except BaseException:
+            started.terminate()  # it ends its ranks
+            raise
+
+
+def _calibrate(args: argparse.Namespace) -> bool:
+    """Measure and write; whether this is the rank that goes on."""
+    from torch import distributed
+
+    from megatron_dcp.calibration import about_machine, calibrate
+    from megatron_dcp.distributed import initialize_distributed
+    from megatron_dcp.engine.loading import on_all_ranks
+    from megatron_dcp.planner.measured import save_machine
+    from megatron_dcp.planner.render import render_machine
+
+    existed = distributed.is_initialized()
+    initialize_distributed()
+    on_all_ranks(_check, args)
+    machine, about = calibrate(), about_machine()
+    first = distributed.get_rank() == 0
+    on_all_ranks(lambda: save_machine(machine, args.calibrate, about) if first else None)
+    if not existed:
+        distributed.destroy_process_group()
+    if first:
+        print(render_machine(machine, about), f"written to {args.calibrate}", sep="\n", flush=True)
+    return first
 
 
 def _add_pins(parser: argparse.ArgumentParser) -> None:
@@ -144,8 +241,12 @@ def _pins(args: argparse.Namespace) -> Pins:
     )
 
 
+def _given_shape(args: argparse.Namespace) -> list[str]:
+    return [name for name, _ in _SHAPE if getattr(args, name[2:].replace("-", "_")) is not None]
+
+
 def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
-    given = [name for name, _ in _SHAPE if getattr(args, name[2:].replace("-", "_")) is not None]
+    given = _given_shape(args)
     if args.model is None:
         if missing := [name for name, _ in _SHAPE if name not in given]:
             raise ValueError(f"give a MODEL, or its shape: {', '.join(missing)} are missing")
@@ -190,13 +291,3 @@ def _shape(args: argparse.Namespace) -> ModelConfig:
         max_position_embeddings=args.context,
         untie_embeddings_and_output_weights=True,
     )
-
-
-def _check_outputs(args: argparse.Namespace) -> None:
-    """Before anything is computed."""
-    if args.plot is not None:
-        from megatron_dcp.figures import check_plot
-
-        check_plot(args.plot)
-    if args.json is not None and not os.path.isdir(os.path.dirname(args.json) or "."):
-        raise ValueError(f"{os.path.dirname(args.json)!r} is no directory; make it first")

@@ -97,14 +97,8 @@ def run(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> list[Prompt]:
     """The prompts. ``ValueError`` for them, or for an output that could not be written at the end."""
     for name in ("html", "trace", "json"):
-        path = getattr(args, name)
-        if path is None:
-            continue
-        folder = os.path.dirname(path) or "."
-        if os.path.isdir(path):
-            raise ValueError(f"--{name} {path} is a directory; give the name of a file")
-        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
-            raise ValueError(f"--{name} {path} cannot be written: make the folder {folder!r} first, or choose another")
+        if (path := getattr(args, name)) is not None:
+            arguments.check_output(f"--{name}", path)
     if args.prompt_file is not None:
         if args.batch is not None:
             raise ValueError("--batch is the number of prompts of --prompt-tokens; --prompt-file has its own number")

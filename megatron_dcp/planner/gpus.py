@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from megatron_dcp.planner.closest import look_up
 from megatron_dcp.planner.machine import Machine
+from megatron_dcp.planner.measured import load_machine
 
 # Assumptions: shares of the data sheet's rates that large kernels and large messages reach.
 REACHED = {"memory": 0.8, "flops": 0.6, "link": 0.75, "network": 0.8}
@@ -59,11 +61,13 @@ NAMES = tuple(_SHEETS)
 
 
 def machine(name: str) -> Machine:
-    """The machine of GPUs of this name, in any case.
+    """The machine of GPUs of this name, in any case; or one that was measured, by the name of its file.
 
     Raises:
-        ValueError: No such GPU is known; the closest ones are named.
+        ValueError: No such GPU is known; the closest ones are named. Or the file is not a measured machine.
     """
+    if name.lower().endswith(".json") or os.sep in name:
+        return load_machine(name)
     known = look_up("GPU", name, _SHEETS, _ALIASES)
     sheet = _SHEETS[known]
     rates = {"float32": sheet.fp32, "bfloat16": sheet.bf16, "fp8": sheet.fp8}

@@ -3,13 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionRate:
+    """How fast the attention of one query reads keys and values, measured.
+
+    Attributes:
+        kv_dtype: What they are stored in.
+        head_dim: Dim of the keys.
+        rows: Query heads that share a KV head.
+        latent: The values are part of the keys: MLA.
+        bytes_per_s: Of the cache, scales counted.
+    """
+
+    kv_dtype: str
+    head_dim: int
+    rows: int
+    latent: bool
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveRate:
+    """How long one collective takes, measured. Fields as in `Sent`; ``bytes`` are those that a rank sends."""
+
+    op: str
+    ranks: int
+    span: int
+    bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """Rates that programs reach, not peaks; from a data sheet (`megatron_dcp.planner.gpus`) or measured.
+
+    A measured machine (`megatron_dcp.calibration`) has more to say than a data sheet: the fields that have a default.
 
     Attributes:
         memory_bytes: Memory of one GPU.
@@ -23,6 +56,13 @@ class Machine:
         network_step_s: The same between domains.
         layer_s: What a layer takes besides its bytes and operations: its kernels one after the other.
         step_s: What a step takes outside the layers: plan, sampling, the driver's broadcast.
+        layer_sequence_s: What a layer takes more for each sequence: on a CPU each has attention calls of its own.
+        sequence_s: What a step takes more for each sequence, outside the layers.
+        followers_s: What a step takes more where the replica has several ranks, which its driver tells what to do.
+        merge_s: What a layer takes more where partials are merged: the kernels, not the collectives themselves.
+        attention: Rates of attention; empty: those of ``memory_bandwidth`` and ``flops``.
+        collectives: Times of collectives; where none fits, those of ``collective_s`` and the fields after it.
+        ranks: How many ranks measured; 0: a data sheet.
     """
 
     name: str
@@ -37,19 +77,46 @@ class Machine:
     network_step_s: float
     layer_s: float
     step_s: float
+    layer_sequence_s: float = 0.0
+    sequence_s: float = 0.0
+    followers_s: float = 0.0
+    merge_s: float = 0.0
+    attention: tuple[AttentionRate, ...] = ()
+    collectives: tuple[CollectiveRate, ...] = ()
+    ranks: int = 0
 
     def seconds(self, num_bytes: float, operations: float, dtype: str) -> float:
         """Roofline: what reading and computing take when they overlap."""
         return max(num_bytes / self.memory_bandwidth, operations / self.flops[dtype])
 
+    def attention_rate(self, kv_dtype: str, head_dim: int, rows: int, *, latent: bool) -> float | None:
+        """Bytes of the cache per second, at the nearest head dim and between the nearest rows; None: not measured."""
+        alike = [one for one in self.attention if one.kv_dtype == kv_dtype and one.latent == latent]
+        if not alike:
+            return None
+        near = min((one.head_dim for one in alike), key=lambda dim: abs(math.log(dim / head_dim)))
+        points = [(math.log(one.rows), 1 / one.bytes_per_s) for one in alike if one.head_dim == near]
+        return 1 / _between(points, math.log(rows), extend=False)
+
     def collective_seconds(self, sent: Sent) -> float:
         """Latency of all calls and time of all bytes: the alpha-beta model."""
         if sent.ranks == 1 or not sent.calls:
             return 0.0
+        if (points := self._measured(sent)) is not None:
+            return sent.calls * _between(points, sent.bytes / sent.calls, extend=True)
         inside = sent.span <= self.link_gpus and self.link_gpus % sent.span == 0 or sent.world <= self.link_gpus
         bandwidth = self.link_bandwidth if inside else self.network_bandwidth
         step = self.link_step_s if inside else self.network_step_s
-        return sent.calls * (self.collective_s + _steps(sent.op, sent.ranks) * step) + sent.bytes / bandwidth
+        return sent.calls * (self.collective_s + steps(sent.op, sent.ranks) * step) + sent.bytes / bandwidth
+
+    def _measured(self, sent: Sent) -> list[tuple[float, float]] | None:
+        """Bytes and seconds of one such collective, over the group that reaches most nearly as far."""
+        op = "ring" if sent.op == "send" else sent.op
+        alike = [one for one in self.collectives if one.op == op and one.ranks == sent.ranks]
+        if not alike:
+            return None
+        near = min((one.span for one in alike), key=lambda span: abs(math.log(span / sent.span)))
+        return [(one.bytes, one.seconds) for one in alike if one.span == near]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +157,19 @@ class Sent:
         return self.calls if self.exchange and alone else 0
 
 
-def _steps(op: str, ranks: int) -> int:
+def steps(op: str, ranks: int) -> int:
     """Steps that follow each other: a tree up and down, a ring, or all ranks at once."""
     if op == "all_reduce":
         return 2 * math.ceil(math.log2(ranks))
     return ranks - 1 if op in ("all_gather", "reduce_scatter", "ring") else 1
+
+
+def _between(points: Iterable[tuple[float, float]], x: float, *, extend: bool) -> float:
+    """On the line through the two nearest points; before the first as there, behind the last so too or straight on."""
+    known = sorted(points)
+    x = max(x, known[0][0]) if extend else min(max(x, known[0][0]), known[-1][0])
+    if len(known) == 1:
+        return known[0][1]
+    index = min(max(1, bisect_left(known, (x,))), len(known) - 1)
+    (left, low), (right, high) = known[index - 1], known[index]
+    return low + (high - low) * (x - left) / (right - left)

@@ -155,8 +155,11 @@ def make_plan(
     """Every legal configuration, evaluated.
 
     Raises:
-        ValueError: Sizes that no configuration can have, or a context beyond the model's.
+        ValueError: Sizes that no configuration can have, a context beyond the model's, or several GPUs of a machine
+            that was measured with one rank.
     """
+    if machine.ranks == 1 and gpus > 1:
+        raise ValueError(f"{machine.name} was measured with one rank, without collectives; measure it with more")
     check_weight_dtype(model, workload.weight_dtype)
     if workload.context > model.max_position_embeddings:
         raise ValueError(

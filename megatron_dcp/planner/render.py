@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_dcp.planner.advice import advise, binding, problems
+from megatron_dcp.planner.machine import Machine
 from megatron_dcp.planner.memory import kv_dtype
 from megatron_dcp.planner.plan import Plan, Row
 from megatron_dcp.planner.weights import count_parameters
@@ -15,6 +16,8 @@ _COLUMNS = (
     ("batch", "most"), ("context", "most"), ("exchange", "KB/tok/layer"), ("calls", "/layer"), ("TTFT", "s"),
     ("TPOT", "ms"), ("per user", "tok/s"), ("per GPU", "tok/s"), ("binds", ""),
 )  # fmt: skip
+
+_PRODUCTS = ("float32", "bfloat16")
 
 
 def render(plan: Plan, top: int) -> str:
@@ -31,6 +34,40 @@ def render(plan: Plan, top: int) -> str:
     lines.append(advise(plan))
     if missing := problems(plan):
         lines += ["", "does not fit:", *(f"  {line}" for line in missing)]
+    return "\n".join(lines)
+
+
+def render_machine(machine: Machine, about: dict[str, Any]) -> str:
+    """What a calibration has found, for people."""
+    heads = {one.head_dim for one in machine.attention if not one.latent}
+    lines = [
+        f"{machine.name}, {', '.join(f'{name} {value}' for name, value in about.items() if name != 'device')}",
+        "",
+        f"memory       {_rate(machine.memory_bandwidth, 'B/s')} of weights, {machine.memory_bytes / 1e9:.1f} GB a rank",
+        "products     " + ", ".join(f"{name} {_rate(machine.flops[name], 'FLOP/s')}" for name in _PRODUCTS),
+    ]
+    for dim in sorted(heads):
+        lines.append(f"attention    to keys of {dim} dims, bytes of the cache per second by its dtype:")
+        for dtype in dict.fromkeys(one.kv_dtype for one in machine.attention):
+            rates = [one for one in machine.attention if (one.kv_dtype, one.head_dim) == (dtype, dim)]
+            found = ", ".join(f"{one.rows}: {_rate(one.bytes_per_s, 'B/s')}" for one in rates if not one.latent)
+            lines.append(f"  {dtype:<10} {found} (query heads per KV head: rate)")
+    kinds = dict.fromkeys((one.op, one.ranks, one.span) for one in machine.collectives)
+    if kinds:
+        lines.append("collectives  time by the bytes that a rank sends:")
+    for op, ranks, span in kinds:
+        alike = [one for one in machine.collectives if (one.op, one.ranks, one.span) == (op, ranks, span)]
+        found = ", ".join(f"{one.bytes / 1e3:.0f} kB: {one.seconds * 1e6:.0f} us" for one in alike)
+        lines.append(f"  {op:<14} {ranks} of {span:<3} {found}")
+    times = {
+        "a step": machine.step_s,
+        "and for each sequence": machine.sequence_s,
+        "a layer": machine.layer_s,
+        "and for each sequence of the batch": machine.layer_sequence_s,
+        "the other ranks of a replica": machine.followers_s,
+        "a merge": machine.merge_s,
+    }
+    lines.append("besides      " + ", ".join(f"{what} {seconds * 1e6:.0f} us" for what, seconds in times.items()))
     return "\n".join(lines)
 
 
@@ -90,9 +127,11 @@ def _head(plan: Plan) -> list[str]:
     head = [
         f"{plan.model_name}: {parameters} in {work.weight_dtype}, KV in {cached}",
         f"{plan.gpus} x {one.name}: {one.memory_bytes / 1e9:.0f} GB, of which {work.memory_share:.0%} may be used; "
-        f"reached {one.memory_bandwidth / 1e12:.2f} TB/s, {one.flops['bfloat16'] / 1e12:.0f} bf16 TFLOP/s",
+        f"reached {_rate(one.memory_bandwidth, 'B/s')}, {_rate(one.flops['bfloat16'], 'FLOP/s')} in bf16",
         f"{work.batch} sequence{'s' if work.batch > 1 else ''} of {work.context} tokens; estimates (docs/planner.md)",
     ]
+    if 0 < one.ranks < plan.gpus:
+        head.append(f"measured with {one.ranks} ranks: collectives of larger groups are extrapolated")
     if work.weight_dtype in ("fp8", "mxfp4", "nvfp4"):
         head.append(f"{work.weight_dtype} weights are for planning: the engine computes with 16 or 32 bits")
     return head
@@ -111,6 +150,14 @@ def _table(plan: Plan, rows: list[Row]) -> list[str]:
         return "  ".join(texts).rstrip()
 
     return [*map(line, head), "-" * (sum(widths) + 2 * (len(widths) - 1)), *map(line, cells)]
+
+
+def _rate(value: float, unit: str) -> str:
+    """With the prefix that leaves one to three digits before the point: ``3.84 TB/s``."""
+    for factor, prefix in ((1e12, "T"), (1e9, "G")):
+        if value >= factor:
+            return f"{value / factor:.3g} {prefix}{unit}"
+    return f"{value / 1e6:.3g} M{unit}"
 
 
 def _cells(plan: Plan, row: Row) -> list[str]:

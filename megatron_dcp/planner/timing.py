@@ -27,7 +27,7 @@ class StepTime:
     Attributes:
         weights: Reading weights, or computing with them where that takes longer.
         kv: The same of keys and values.
-        exchange: What decode context parallelism sends.
+        exchange: What decode context parallelism sends, and the kernels that merge it.
         collectives: All other collectives.
         overhead: Kernels' own time, and what lies between two steps.
     """
@@ -90,9 +90,11 @@ def decode_time(
         kv += count * attention_seconds(model, candidate, machine, dtype, keys=batch * keys)
         ffn = ffn_traffic(model, candidate, dtype, batch, experts=experts)
         added, other = split_seconds(machine, (*attention, *ffn))
-        exchange += count * added
+        exchange += count * (added + (machine.merge_s if candidate.dcp > 1 else 0.0))
         collectives += count * other
-    overhead = model.num_layers * machine.layer_s + machine.step_s
+    overhead = model.num_layers * (machine.layer_s + batch * machine.layer_sequence_s)
+    overhead += machine.step_s + batch * machine.sequence_s
+    overhead += machine.followers_s if candidate.parallel.ranks > 1 else 0.0
     return StepTime(weights=weights, kv=kv, exchange=exchange, collectives=collectives, overhead=overhead)
 
 
@@ -152,9 +154,17 @@ def keys_read(model: ModelConfig, candidate: Candidate, context: int, *, window:
 
 def attention_seconds(model: ModelConfig, candidate: Candidate, machine: Machine, dtype: str, *, keys: int) -> float:
     """Attention of one layer to so many keys, one query each."""
-    shape = attention_shape(model, candidate)
+    shape, stored = attention_shape(model, candidate), kv_dtype(dtype)
+    num_bytes = keys * kv_bytes_per_token(model, candidate, stored)
+    rate = machine.attention_rate(
+        stored if candidate.kv_cache_dtype == "auto" else candidate.kv_cache_dtype,
+        shape.head_dim,
+        max(1, shape.heads // shape.kv_heads),
+        latent=shape.v_in_k,
+    )
+    if rate is not None:
+        return num_bytes / rate
     operations = 2 * keys * shape.heads * (shape.head_dim + shape.v_dim)
-    num_bytes = keys * kv_bytes_per_token(model, candidate, kv_dtype(dtype))
     return machine.seconds(num_bytes, operations, attention_products(dtype))
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cli_runs import run_main
 
 from megatron_dcp.cli import main
+from megatron_dcp.cli import plan as plan_command
 from megatron_dcp.cli.arguments import CHECKPOINT
+from megatron_dcp.planner import machine
+from megatron_dcp.planner.measured import save_machine
 from models import tiny_model
+from workers import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = "plan qwen2.5-72b --gpu H200 --context 131072 --batch 8"
@@ -88,13 +95,25 @@ def test_a_shape_by_flags(capsys):
         ("plan llama-3-70b --gpu H200 --context 8 --kv-interleave 7", "kv_interleave_size=7 does not divide"),
         ("plan llama-3-70b --gpu H200 --context 8 --layout within_tp --exchange fold", "exchange='fold'"),
         ("plan llama-3-70b --gpu H200 --context 8 --plot a.txt", "'a.txt' names no format for a plot"),
-        ("plan llama-3-70b --gpu H200 --context 8 --json no/a.json", "'no' is no directory"),
+        ("plan llama-3-70b --gpu H200 --context 8 --json no/a.json", "--json no/a.json cannot be written: make the"),
+        ("plan llama-3-70b --gpu H200 --context 8 --json .", "--json . is a directory"),
+        ("plan llama-3-70b --gpu H200", "give --context"),
+        ("plan llama-3-70b --gpu none.json --context 8", "none.json: No such file"),
+        ("plan llama-3-70b --gpu setup.py/a --context 8", "setup.py/a: Not a directory"),
+        ("plan llama-3-70b --gpu examples/quickstart/checkpoint/tokenizer.json --context 8", "is no measured machine"),
+        ("plan --calibrate no/a.json", "--calibrate no/a.json cannot be written: make the folder"),
+        ("plan --calibrate .", "--calibrate . is a directory"),
+        ("plan --calibrate a.json --context 8", "--context is for a plan; give a MODEL, or leave it out"),
+        ("plan --calibrate a.json --plot a.png", "--plot is for a plan"),
+        ("plan llama-3-70b --calibrate a.json", "give --context"),
+        ("plan lama --calibrate a.json --context 8", "model 'lama' is not known"),
         ("plan --gpu H200 --context 8", "give a MODEL, or its shape: --num-layers, .* are missing"),
         ("plan --gpu H200 --context 8 --num-layers 2", "give a MODEL, or its shape: --hidden-size, .* are missing"),
         ("plan llama-3-70b --gpu H200 --context 8 --num-layers 2", "--num-layers is for a model without a name"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_one_line(line, message, capsys):
+def test_what_is_wrong_is_one_line(line, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
     error = run(line, capsys, code=1)
     assert re.search(message, error), error
     assert error.startswith("megatron-dcp plan: error: ") and error.count("\n") == 1
@@ -104,7 +123,8 @@ def test_what_is_wrong_is_one_line(line, message, capsys):
     "line",
     [
         "plan llama-3-70b --context 8",
-        "plan llama-3-70b --gpu H200",
+        "plan",
+        "plan llama-3-70b --gpu H200 --calibrate a.json --context 8",
         "plan llama-3-70b --gpu H200 --context 0",
         "plan llama-3-70b --gpu H200 --context 8 --gpus 0",
         "plan llama-3-70b --gpu H200 --context 8 --memory-share 1.1",
@@ -116,6 +136,69 @@ def test_wrong_usage_is_2(line, capsys):
     with pytest.raises(SystemExit) as caught:
         main(shlex.split(line))
     assert caught.value.code == 2 and "error:" in capsys.readouterr().err
+
+
+def shrunk_main(rank: int, world: int, commands: list[list[list[str]]]) -> list[tuple[int, str, str]]:
+    """`run_main` with a calibration that measures little."""
+    from megatron_dcp.calibration import rates, steps
+
+    rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8, kv_bytes=1 << 20, layers=2)
+    steps.STEPS = 6
+    return run_main(rank, world, commands)
+
+
+def test_calibrate_measures_writes_and_plans(tmp_path, capsys):
+    path, plan = tmp_path / "m.json", tmp_path / "plan.json"
+    model = ["llama-3-8b", "--context", "1024", "--weight-dtype", "float32", "--memory-share", "1", "--json", str(plan)]
+    commands = [
+        [["plan", "--calibrate", str(path)]],
+        [["plan", "--calibrate", str(path), *model]],
+        [["plan", "--calibrate", str(tmp_path / "no" / "m.json")]],
+    ]
+    first, second = run_on_ranks(2, shrunk_main, commands)
+    assert [code for code, *_ in first] == [code for code, *_ in second] == [0, 0, 1], first
+    assert [out for _, out, _ in second] == ["", "", ""]
+    alone, planned = first[0][1], first[1][1]
+    assert alone.splitlines()[-1] == f"written to {path}" and "llama" not in alone
+    for part in ("ranks 2, threads_per_rank 1, communication gloo", "memory ", "int8 ", "all_to_all ", "besides "):
+        assert part in alone
+    assert "llama-3-8b: 8.0 B parameters" in planned
+    found = json.loads(plan.read_text())
+    assert found["gpus"] == found["machine"]["ranks"] == 2 and len(found["machine"]["collectives"]) == 20
+    for error in (first[2][2], second[2][2]):
+        assert "make the folder" in error and error.count("\n") == 1
+    text = run(f"plan llama-3-8b --gpu {path} --gpus 4 --context 1024", capsys)
+    assert "measured with 2 ranks: collectives of larger groups are extrapolated" in text
+    assert sorted(os.listdir(tmp_path)) == ["m.json", "plan.json"]
+
+
+def test_calibrate_alone_starts_ranks(tmp_path, monkeypatch):
+    """The command that is started, and what becomes of it; the run itself is the test above."""
+    started = []
+
+    class Started(subprocess.Popen):
+        def __init__(self, command, env):
+            started.append((command, env["OMP_NUM_THREADS"]))
+            super().__init__([sys.executable, "-c", "raise SystemExit(3)"])
+
+    monkeypatch.setattr(plan_command.subprocess, "Popen", Started)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    line = ["plan", "--calibrate", str(tmp_path / "m.json")]
+    assert main(line) == 3
+    assert main([*line, "--gpus", "3"]) == 3
+    (first, threads), (second, _) = started
+    assert first[1:] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_dcp",
+                         *line]  # fmt: skip
+    assert second[second.index("--nproc-per-node") + 1] == "3" and second[-2:] == ["--gpus", "3"]
+    assert int(threads) == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+def test_one_rank_cannot_tell_what_several_take(tmp_path, capsys):
+    path = tmp_path / "m.json"
+    save_machine(replace(machine("H100"), ranks=1), path, {})
+    assert "Take tp 1" in run(f"plan llama-3-8b --gpu {path} --context 1024", capsys)
+    error = run(f"plan llama-3-8b --gpu {path} --gpus 2 --context 1024", capsys, code=1)
+    assert "was measured with one rank, without collectives; measure it with more" in error
 
 
 def test_a_known_model_needs_no_torch():

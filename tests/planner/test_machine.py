@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_dcp.planner.machine import Machine, Sent
+from megatron_dcp.planner.machine import AttentionRate, CollectiveRate, Machine, Sent
 
 ROUND = Machine(
     name="round numbers",
@@ -53,3 +55,70 @@ def test_bytes_take_what_the_slowest_link_of_the_group_takes() -> None:
 def test_alone_nothing_is_sent() -> None:
     assert ROUND.collective_seconds(sent("all_reduce", 1)) == 0
     assert ROUND.collective_seconds(sent("send", 4, calls=0)) == 0
+
+
+def rate(op: str, ranks: int, span: int, num_bytes: float, seconds: float) -> CollectiveRate:
+    return CollectiveRate(op=op, ranks=ranks, span=span, bytes=num_bytes, seconds=seconds)
+
+
+MEASURED = replace(
+    ROUND,
+    collectives=(
+        rate("all_gather", 2, 2, 1000, 10e-6),
+        rate("all_gather", 2, 2, 3000, 20e-6),
+        rate("all_gather", 2, 8, 1000, 50e-6),
+        rate("ring", 4, 4, 1000, 7e-6),
+    ),
+    attention=tuple(
+        AttentionRate(kv_dtype=dtype, head_dim=dim, rows=rows, latent=latent, bytes_per_s=speed)
+        for dtype, dim, rows, latent, speed in [
+            ("float32", 64, 1, False, 8e9),
+            ("float32", 64, 4, False, 2e9),
+            ("float32", 128, 1, False, 9e9),
+            ("float32", 576, 16, True, 1e9),
+            ("int8", 64, 1, False, 3e9),
+        ]
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("one", "seconds"),
+    [
+        (sent("all_gather", 2, num_bytes=1000), 10e-6),
+        (sent("all_gather", 2, num_bytes=10), 10e-6),  # latency: no call takes less than the smallest
+        (sent("all_gather", 2, num_bytes=2000), 15e-6),
+        (sent("all_gather", 2, num_bytes=5000), 30e-6),  # on from the last two
+        (sent("all_gather", 2, num_bytes=8000, calls=4), 60e-6),
+        (sent("all_gather", 2, span=8, num_bytes=10), 50e-6),
+        (sent("all_gather", 2, span=6, num_bytes=10), 50e-6),  # the group that reaches most nearly as far
+        (sent("send", 4, num_bytes=1000), 7e-6),
+        (sent("ring", 4, num_bytes=4000, calls=1), 7e-6),  # one size only: no slope is known
+        (sent("all_gather", 4), 10e-6 + 3e-6),  # not measured: as on a data sheet
+        (sent("all_gather", 1, num_bytes=1000), 0.0),
+    ],
+)
+def test_a_measured_collective_takes_what_was_measured(one: Sent, seconds: float) -> None:
+    assert MEASURED.collective_seconds(one) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "rows", "latent", "speed"),
+    [
+        ("float32", 64, 1, False, 8e9),
+        ("float32", 64, 2, False, 1 / ((1 / 8e9 + 1 / 2e9) / 2)),  # half way on a scale of powers
+        ("float32", 64, 32, False, 2e9),
+        ("float32", 80, 4, False, 2e9),
+        ("float32", 256, 4, False, 9e9),
+        ("float32", 320, 8, True, 1e9),
+        ("int8", 64, 7, False, 3e9),
+        ("int8", 576, 16, True, None),
+        ("bfloat16", 64, 1, False, None),
+    ],
+)
+def test_a_measured_rate_of_attention_is_the_nearest(
+    dtype: str, dim: int, rows: int, latent: bool, speed: float | None
+) -> None:
+    found = MEASURED.attention_rate(dtype, dim, rows, latent=latent)
+    assert found is None if speed is None else found == pytest.approx(speed)
+    assert ROUND.attention_rate(dtype, dim, rows, latent=latent) is None

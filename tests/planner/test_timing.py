@@ -10,6 +10,7 @@ from megatron_dcp.config import ExchangeName
 from megatron_dcp.planner import MODELS, Pins, Row, Workload, machine, make_plan
 from megatron_dcp.planner.candidates import candidates
 from megatron_dcp.planner.decode_traffic import attention_traffic
+from megatron_dcp.planner.machine import AttentionRate, CollectiveRate
 from megatron_dcp.planner.timing import keys_read
 from megatron_dcp.traffic import expected_traffic
 
@@ -148,6 +149,31 @@ def test_a_slower_machine_is_slower() -> None:
         other = by_name[each.candidate.name].step
         assert other.kv == pytest.approx(2 * each.step.kv)
         assert other.exchange > each.step.exchange or each.candidate.dcp == 1
+
+
+def test_a_measured_machine_adds_what_it_has_seen() -> None:
+    """Qwen2.5-72B at tp 4 x dcp 2, 3 x 4096 tokens: 2048 keys a rank, 2 of 8 KV heads, 8 query heads each."""
+    rate = AttentionRate(kv_dtype="bfloat16", head_dim=128, rows=8, latent=False, bytes_per_s=1e12)
+    gather = CollectiveRate(op="all_gather", ranks=2, span=8, bytes=1.0, seconds=3e-5)
+    own = dict(layer_sequence_s=2e-6, sequence_s=3e-6, followers_s=4e-5, merge_s=7e-6)
+    slow = replace(H200, attention=(rate,), collectives=(gather,), ranks=8, **own)
+    pins = Pins(tp=4, dcp=2, layout="orthogonal")
+    (before,), (after,) = (
+        make_plan("q", QWEN, each, 8, Workload(context=4096, batch=3), pins).rows for each in (H200, slow)
+    )
+    assert after.step.kv == pytest.approx(80 * 3 * 2048 * 2 * 2 * 128 * 2 / 1e12)
+    assert after.step.overhead - before.step.overhead == pytest.approx(80 * 3 * 2e-6 + 3 * 3e-6 + 4e-5)
+    lse = 8e-6 + 1e-6 + 3 * 16 * 4 / 337.5e9  # what the data sheet has for the gather
+    assert after.step.exchange - before.step.exchange == pytest.approx(80 * (3e-5 - lse + 7e-6))
+    (alone,) = make_plan("q", QWEN, slow, 8, Workload(context=4096, batch=3), Pins(tp=8)).rows
+    assert alone.step.exchange == 0
+    assert alone.step.overhead == pytest.approx(after.step.overhead)
+
+
+def test_without_followers_nobody_is_told() -> None:
+    slow = replace(H200, followers_s=1.0)
+    (one,) = make_plan("q", MODELS["llama-3-8b"], slow, 1, Workload(context=128)).rows
+    assert one.step.overhead < 1
 
 
 def test_many_chunks_are_looked_at_in_groups() -> None:

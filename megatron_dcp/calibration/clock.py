@@ -1,0 +1,58 @@
+"""Times calls on all ranks at once, so that they share memory and links as they do in a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import distributed
+
+from megatron_dcp.comm.collectives import gather_objects
+
+MOST_CALLS = 200
+
+
+class Clock:
+    """Every rank of the world calls the same methods in the same order.
+
+    Args:
+        device: Of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        assert distributed.group.WORLD is not None
+        self.world = distributed.group.WORLD
+
+    def seconds(self, call: Callable[[], Any], *, aim_s: float = 0.1) -> float:
+        """Median seconds of a call on the slowest rank, after one that is not counted.
+
+        Args:
+            call: What to time. May be a collective call: every rank makes it as often as the others.
+            aim_s: Repeat it for about so long, 3 to 200 times.
+        """
+        call()
+        self.wait()
+        first = self.slowest(self._one(call))
+        count = max(3, min(MOST_CALLS, round(aim_s / max(first, 1e-9))))
+        self.wait()
+        return self.slowest(median(self._one(call) for _ in range(count)))
+
+    def slowest(self, seconds: float) -> float:
+        """The largest of the ranks' numbers."""
+        return max(gather_objects(seconds, self.world))
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.world.size() > 1:
+            distributed.barrier()
+
+    def _one(self, call: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - start

@@ -1,0 +1,142 @@
+"""``bench.py plan``: what the planner predicts for this machine, beside what the engine takes.
+
+What is measured
+    The time from one token to the next of the quickstart's model in `LLM`, everything included: schedule, message to
+    the other ranks, model, sampling. At dcp 1 every rank is a replica of its own, and all run at the same time.
+Caches
+    No prompt is computed: the pool is filled with random keys. The model's weights do not matter for the time, and its
+    positions are not bounded by what it was trained on.
+Prediction
+    `megatron_dcp.calibration` measures the machine in each round anew, right before the round's cases, as its speed
+    changes with what else runs on it. It knows nothing of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import bench_world
+import torch
+from bench_world import World
+
+from megatron_dcp import LLM, EngineConfig, default_device, load_model, parallel_state
+from megatron_dcp.calibration import calibrate
+from megatron_dcp.calibration.steps import step_seconds
+from megatron_dcp.engine.batch import StepBatch
+from megatron_dcp.engine.runner import ModelRunner
+from megatron_dcp.model_config import ModelConfig
+from megatron_dcp.planner import Machine, Pins, candidates
+from megatron_dcp.planner.timing import StepTime, decode_time
+
+STEPS = 24
+
+
+def add_command(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="predicted and measured time per token of the quickstart's model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--checkpoint", default="examples/quickstart/checkpoint")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 4096, 16384, 32768])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--dcp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument("--threads", type=int, default=bench_world.available_cpus(), help="of all processes together")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    bench_world.run_on_ranks(measure_all, max(arguments.dcp), arguments.threads, arguments)
+
+
+def measure_all(world: World, arguments: argparse.Namespace) -> None:
+    """Every rank runs this; rank 0 prints."""
+    parallel_state.destroy_model_parallel()
+    torch.set_num_threads(max(1, arguments.threads // max(arguments.dcp)))
+    cases = list(itertools.product(arguments.dcp, arguments.batches, arguments.contexts))
+    measured: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
+    predicted: dict[tuple[int, int, int], list[StepTime]] = {case: [] for case in cases}
+    for number in range(arguments.repeats):
+        world.note(f"round {number + 1} of {arguments.repeats}")
+        machine = calibrate()
+        for dcp, batch, context in cases:
+            seconds, config = _measure(arguments.checkpoint, dcp, batch, context)
+            measured[dcp, batch, context].append(seconds)
+            predicted[dcp, batch, context].append(_predict(config, machine, dcp, batch, context))
+    if world.rank == 0:
+        rows = [_row(case, measured[case], predicted[case]) for case in cases]
+        print("context  batch  dcp  measured ms  predicted ms  ratio  of which: weights  KV  exchange  overhead")
+        for row in rows:
+            print(
+                f"{row['context']:>7}  {row['batch']:>5}  {row['dcp']:>3}  {row['measured_ms']:>11.2f}  "
+                f"{row['predicted_ms']:>12.2f}  {row['ratio']:>5.2f}  {row['weights_ms']:>18.2f}  {row['kv_ms']:.2f}  "
+                f"{row['exchange_ms']:.2f}  {row['overhead_ms']:.2f}"
+            )
+        print(json.dumps({"benchmark": "plan", "repeats": arguments.repeats, "rows": rows}))
+
+
+def _row(case: tuple[int, int, int], measured: list[float], predicted: list[StepTime]) -> dict[str, float]:
+    dcp, batch, context = case
+    parts = {f"{name}_ms": 1e3 * median(getattr(one, name) for one in predicted) for name in vars(predicted[0])}
+    return {
+        "context": context,
+        "batch": batch,
+        "dcp": dcp,
+        "measured_ms": 1e3 * median(measured),
+        "predicted_ms": 1e3 * median(one.total for one in predicted),
+        "ratio": median(one.total / seconds for one, seconds in zip(predicted, measured, strict=True)),
+        **parts,
+    }
+
+
+def _measure(checkpoint: str, dcp: int, batch: int, context: int) -> tuple[float, ModelConfig]:
+    """Seconds of a step on the slowest rank, and the model's shape."""
+    parallel_state.initialize_model_parallel(1, decode_context_parallel_size=dcp)
+    model, config = load_model(checkpoint, parallel_state.get_process_group_collection(), device=default_device())
+    model.max_sequence_length = context + STEPS
+    llm = LLM(model, engine=EngineConfig(max_num_seqs=batch, prefill_chunk_size=batch * context))
+    prompt = context - STEPS // 2
+    prompts = [[(index + place) % config.vocab_size for place in range(prompt)] for index in range(batch)]
+    with _prompts_filled_in():
+        torch.distributed.barrier()
+        seconds = median(step_seconds(llm, prompts, STEPS))
+    everywhere: list[float] = [0.0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everywhere, seconds)
+    parallel_state.destroy_model_parallel()
+    return max(everywhere), config
+
+
+def _predict(config: ModelConfig, machine: Machine, dcp: int, batch: int, context: int) -> StepTime:
+    (candidate,) = candidates(config, dcp, Pins(tp=1, pp=1, dcp=dcp, layout="orthogonal"))
+    return decode_time(config, candidate, machine, "float32", context=context, batch=batch)
+
+
+@contextmanager
+def _prompts_filled_in() -> Iterator[None]:
+    """Steps with prompts fill the pool with random keys and compute nothing."""
+    compute = ModelRunner.step
+
+    def step(self: ModelRunner, batch: StepBatch) -> torch.Tensor:
+        if all(len(seq.token_ids) == 1 for seq in batch.seqs):
+            return compute(self, batch)
+        (pool,) = self.pools
+        shape = self.shape
+        for layer in range(self.model.config.num_layers):
+            for part in torch.arange(pool.num_slots, device=self.device).split(1 << 16):
+                size = (len(part), shape.kv_heads, shape.head_dim)
+                pool.write(layer, part, torch.randn(size, device=self.device), torch.randn(size, device=self.device))
+        return torch.zeros(0 if self.rank else len(batch.seqs), self.vocab_size, device=self.device)
+
+    ModelRunner.step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ModelRunner.step = compute  # type: ignore[method-assign]
