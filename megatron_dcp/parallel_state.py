@@ -16,6 +16,7 @@ Inside a training stack that has called Megatron's ``initialize_model_parallel``
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -38,6 +39,7 @@ class _State:
     driver: int
     created: tuple[ProcessGroup, ...]
     made_megatron: bool
+    megatron: tuple[ProcessGroup, ...]  # its groups, where this module made them
     # The default group at the time: another one now means that a caller tore everything down under us.
     world: ProcessGroup | None
 
@@ -84,12 +86,16 @@ def initialize_model_parallel(
     parallel, attach = _same_plan_on_all(given, dcp)
     if (limit := time_limit()) is not None:
         given.setdefault("distributed_timeout_minutes", limit.total_seconds() / 60)
+    own_megatron: tuple[ProcessGroup, ...] = ()
     if not attach:
+        before = _groups_of_world()
         try:
             mpu.initialize_model_parallel(**given)
         except BaseException:
             mpu.destroy_model_parallel()  # half-made groups would block every later call
+            _destroy(group for group in _groups_of_world() if group not in before)
             raise
+        own_megatron = tuple(group for group in _groups_of_world() if group not in before)
     table, megatron = _gather_megatron_groups()
     if not attach or "order" in given:
         expected = megatron_groups(dist.get_world_size(), parallel, given.get("order", DEFAULT_ORDER))
@@ -101,8 +107,9 @@ def initialize_model_parallel(
     made, created = _make_groups(wanted, table, megatron, timeout, given.get("nccl_communicator_config_path"))
     driver = drivers(table | wanted)[dist.get_rank()]
     _state = _State(
-        parallel=parallel, **made, driver=driver, created=created, made_megatron=not attach, world=dist.group.WORLD
-    )
+        parallel=parallel, **made, driver=driver, created=created, made_megatron=not attach, megatron=own_megatron,
+        world=dist.group.WORLD,
+    )  # fmt: skip
 
 
 def is_initialized() -> bool:
@@ -128,14 +135,24 @@ def destroy_model_parallel(*, destroy_megatron: bool | None = None) -> None:
         return
     state, alive = _state, is_initialized()
     _state = None
-    if alive:
-        for group in state.created:
-            with contextlib.suppress(ValueError):  # destroyed by somebody else
-                dist.destroy_process_group(group)
+    groups = state.created if alive else ()
     if state.made_megatron if destroy_megatron is None else destroy_megatron:
         from megatron.core import parallel_state as mpu
 
-        mpu.destroy_model_parallel()
+        mpu.destroy_model_parallel()  # forgets its groups and leaves them, with their threads, to torch
+        groups += state.megatron if alive else ()
+    _destroy(groups)
+
+
+def _groups_of_world() -> list[ProcessGroup]:
+    """All groups of ``torch.distributed`` that this rank is in, the oldest first."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def _destroy(groups: Iterable[ProcessGroup]) -> None:
+    for group in groups:
+        with contextlib.suppress(ValueError):  # destroyed by somebody else
+            dist.destroy_process_group(group)
 
 
 def get_decode_context_parallel_group() -> ProcessGroup:

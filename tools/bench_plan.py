@@ -14,11 +14,12 @@ Prediction
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import bench_world
@@ -107,10 +108,12 @@ def _measure(checkpoint: str, dcp: int, batch: int, context: int) -> tuple[float
     prompts = [[(index + place) % config.vocab_size for place in range(prompt)] for index in range(batch)]
     with _prompts_filled_in():
         torch.distributed.barrier()
-        seconds = median(step_seconds(llm, prompts, STEPS))
+        seconds = mean(step_seconds(llm, prompts, STEPS))
+    del llm, model
     everywhere: list[float] = [0.0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everywhere, seconds)
     parallel_state.destroy_model_parallel()
+    gc.collect()  # the groups, whose threads would slow the next case down
     return max(everywhere), config
 
 

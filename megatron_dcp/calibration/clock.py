@@ -13,6 +13,7 @@ from torch import distributed
 from megatron_dcp.comm.collectives import gather_objects
 
 MOST_CALLS = 200
+ROUNDS = 5
 
 
 class Clock:
@@ -28,18 +29,20 @@ class Clock:
         self.world = distributed.group.WORLD
 
     def seconds(self, call: Callable[[], Any], *, aim_s: float = 0.1) -> float:
-        """Median seconds of a call on the slowest rank, after one that is not counted.
+        """Mean seconds of a call on the slowest rank, of the middle one of some rounds; after one that is not counted.
+
+        A mean, as now and then a call takes several times as long, and in a step of many calls one of them does.
 
         Args:
             call: What to time. May be a collective call: every rank makes it as often as the others.
-            aim_s: Repeat it for about so long, 3 to 200 times.
+            aim_s: Repeat it for about so long, 1 to 200 times in each of 5 rounds.
         """
         call()
         self.wait()
-        first = self.slowest(self._one(call))
-        count = max(3, min(MOST_CALLS, round(aim_s / max(first, 1e-9))))
+        first = self.slowest(self._mean(call, 1))
+        count = max(1, min(MOST_CALLS, round(aim_s / ROUNDS / max(first, 1e-9))))
         self.wait()
-        return self.slowest(median(self._one(call) for _ in range(count)))
+        return self.slowest(median(self._mean(call, count) for _ in range(ROUNDS)))
 
     def slowest(self, seconds: float) -> float:
         """The largest of the ranks' numbers."""
@@ -50,9 +53,10 @@ class Clock:
         if self.world.size() > 1:
             distributed.barrier()
 
-    def _one(self, call: Callable[[], Any]) -> float:
+    def _mean(self, call: Callable[[], Any], count: int) -> float:
         start = time.perf_counter()
-        call()
+        for _ in range(count):
+            call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter() - start
+        return (time.perf_counter() - start) / count

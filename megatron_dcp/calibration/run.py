@@ -15,14 +15,9 @@ from torch import distributed
 
 from megatron_dcp import parallel_state
 from megatron_dcp._cpu import default_device
+from megatron_dcp.calibration.attention import attention_rates, imbalance
 from megatron_dcp.calibration.clock import Clock
-from megatron_dcp.calibration.rates import (
-    attention_rates,
-    collective_rates,
-    groups_of_world,
-    memory_bandwidth,
-    product_rate,
-)
+from megatron_dcp.calibration.rates import collective_rates, groups_of_world, memory_bandwidth, product_rate
 from megatron_dcp.calibration.steps import overheads, shared_overheads
 from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.planner.machine import CollectiveRate, Machine, steps
@@ -75,6 +70,7 @@ def calibrate() -> Machine:
         layer_s=0.0,
         step_s=0.0,
         attention=attention,
+        imbalance=imbalance(clock),
         collectives=collectives,
         ranks=world,
     )

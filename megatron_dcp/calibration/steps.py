@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from statistics import median
+from statistics import mean
 from typing import NamedTuple
 
 import torch
@@ -103,9 +104,11 @@ def _step(
         llm = LLM(model, engine=EngineConfig(max_num_seqs=batch, prefill_chunk_size=batch * prompt))
         prompts = [[(7 * index + 3 * place) % config.vocab_size for place in range(prompt)] for index in range(batch)]
         clock.wait()
-        seconds = clock.slowest(median(step_seconds(llm, prompts, STEPS)))
+        seconds = clock.slowest(mean(step_seconds(llm, prompts, STEPS)))
+        del model, llm
     finally:
         parallel_state.destroy_model_parallel()
+        gc.collect()  # the groups, whose threads would slow the next measurement down
     (candidate,) = candidates(config, dcp, Pins(tp=1, pp=1, dcp=dcp, layout="orthogonal"))
     name = str(dtype).removeprefix("torch.")
     return seconds, decode_time(config, candidate, machine, name, context=prompt + STEPS // 2, batch=batch)

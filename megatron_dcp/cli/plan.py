@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -185,6 +186,7 @@ def _calibrate(args: argparse.Namespace) -> bool:
     from megatron_dcp.planner.measured import save_machine
     from megatron_dcp.planner.render import render_machine
 
+    logging.getLogger("megatron_dcp.startup").setLevel(logging.WARNING)  # of the small models that are run
     existed = distributed.is_initialized()
     initialize_distributed()
     on_all_ranks(_check, args)

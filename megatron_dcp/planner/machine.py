@@ -60,6 +60,7 @@ class Machine:
         sequence_s: What a step takes more for each sequence, outside the layers.
         followers_s: What a step takes more where the replica has several ranks, which its driver tells what to do.
         merge_s: What a layer takes more where partials are merged: the kernels, not the collectives themselves.
+        imbalance: How much longer the slowest rank attends where ranks wait for each other after every layer.
         attention: Rates of attention; empty: those of ``memory_bandwidth`` and ``flops``.
         collectives: Times of collectives; where none fits, those of ``collective_s`` and the fields after it.
         ranks: How many ranks measured; 0: a data sheet.
@@ -81,6 +82,7 @@ class Machine:
     sequence_s: float = 0.0
     followers_s: float = 0.0
     merge_s: float = 0.0
+    imbalance: float = 1.0
     attention: tuple[AttentionRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     ranks: int = 0

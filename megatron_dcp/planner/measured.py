@@ -60,7 +60,7 @@ def _read(values: dict[str, Any]) -> Machine:
         zero = name.endswith("_s") and name != "bytes_per_s"  # times may be too short to measure, rates may not
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"{name} is no number")
-        if value < 0 or (value == 0 and not zero):
+        if value < 0 or (value == 0 and not zero) or (name == "imbalance" and value < 1):
             raise ValueError(f"{name} is {value}")
     if not {"float32", "bfloat16", "fp8"} <= set(machine.flops):
         raise ValueError("flops lack a dtype")

@@ -68,6 +68,10 @@ def render_machine(machine: Machine, about: dict[str, Any]) -> str:
         "a merge": machine.merge_s,
     }
     lines.append("besides      " + ", ".join(f"{what} {seconds * 1e6:.0f} us" for what, seconds in times.items()))
+    if machine.ranks > 1:
+        lines.append(
+            f"             attention takes {machine.imbalance:.2f} times as long where ranks wait for each other"
+        )
     return "\n".join(lines)
 
 

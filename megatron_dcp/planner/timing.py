@@ -163,7 +163,7 @@ def attention_seconds(model: ModelConfig, candidate: Candidate, machine: Machine
         latent=shape.v_in_k,
     )
     if rate is not None:
-        return num_bytes / rate
+        return num_bytes / rate * (machine.imbalance if candidate.layer_ranks > 1 else 1.0)
     operations = 2 * keys * shape.heads * (shape.head_dim + shape.v_dim)
     return machine.seconds(num_bytes, operations, attention_products(dtype))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import distributed
 
-from megatron_dcp.calibration import about_machine, calibrate, rates, run, steps
+from megatron_dcp.calibration import about_machine, attention, calibrate, rates, run, steps
 from megatron_dcp.calibration.clock import Clock
 from megatron_dcp.calibration.rates import groups_of_world
 from megatron_dcp.calibration.steps import Overheads
@@ -18,7 +18,8 @@ from workers import run_on_ranks
 
 
 def shrink() -> None:
-    rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8, kv_bytes=1 << 20, layers=2)
+    rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8)
+    attention._ON_CPU = attention._Sizes(kv_bytes=1 << 20, layers=2)
     steps.STEPS = 6
 
 
@@ -63,7 +64,7 @@ def test_everything_is_measured(two) -> None:
         times = [one.seconds for one in ordered]
         assert times[0] > 0 and times == sorted(times)
     assert not kinds
-    assert machine.step_s + machine.layer_s > 0
+    assert machine.step_s + machine.layer_s > 0 and 1 <= machine.imbalance < 100
     for name in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
         assert getattr(machine, name) > 0 and math.isfinite(getattr(machine, name))
     assert set(machine.flops) == {"float32", "bfloat16", "fp8"}
@@ -72,6 +73,7 @@ def test_everything_is_measured(two) -> None:
 def test_alone_there_are_no_collectives() -> None:
     ((machine, about, *_),) = run_on_ranks(1, calibrated)
     assert machine.collectives == () and machine.ranks == 1 and machine.followers_s == machine.merge_s == 0
+    assert machine.imbalance == 1
     assert about["ranks"] == 1
 
 
@@ -114,7 +116,27 @@ def counted(rank: int, world: int) -> tuple[float, int]:
 
 def test_every_rank_calls_as_often_and_hears_the_slowest() -> None:
     first, second = run_on_ranks(2, counted)
-    assert first == second and first[0] > 0 and first[1] >= 5
+    assert first == second and first[0] > 0 and first[1] >= 7
+
+
+def test_who_waits_for_the_slowest_is_told_from_what_waiting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7 us for every gather; and among ranks that wait attention takes 1.3 times as long."""
+
+    class Cache:
+        def __init__(self, *_: object) -> None: ...
+
+        def attention(self, rows: int, *, blocks: int | None = None, after: object = None) -> tuple[bool, bool]:
+            return blocks is None, after is not None
+
+    class Slow(Clock):
+        def seconds(self, call: object, *, aim_s: float = 0.1) -> float:
+            many, waits = call  # type: ignore[misc]
+            return (1e-3 if many else 1e-5) * (1.3 if waits else 1.0) + (7e-6 if waits else 0.0)
+
+    monkeypatch.setattr(attention, "_Cache", Cache)
+    clock = object.__new__(Slow)
+    clock.device, clock.world = torch.device("cpu"), type("World", (), {"size": lambda _: 2})()
+    assert attention.imbalance(clock) == pytest.approx(1.3)
 
 
 EXACT = Overheads(layer_s=3e-4, step_s=1e-3, layer_sequence_s=2e-5, sequence_s=1e-5)

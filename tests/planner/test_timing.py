@@ -155,13 +155,13 @@ def test_a_measured_machine_adds_what_it_has_seen() -> None:
     """Qwen2.5-72B at tp 4 x dcp 2, 3 x 4096 tokens: 2048 keys a rank, 2 of 8 KV heads, 8 query heads each."""
     rate = AttentionRate(kv_dtype="bfloat16", head_dim=128, rows=8, latent=False, bytes_per_s=1e12)
     gather = CollectiveRate(op="all_gather", ranks=2, span=8, bytes=1.0, seconds=3e-5)
-    own = dict(layer_sequence_s=2e-6, sequence_s=3e-6, followers_s=4e-5, merge_s=7e-6)
+    own = dict(layer_sequence_s=2e-6, sequence_s=3e-6, followers_s=4e-5, merge_s=7e-6, imbalance=1.5)
     slow = replace(H200, attention=(rate,), collectives=(gather,), ranks=8, **own)
     pins = Pins(tp=4, dcp=2, layout="orthogonal")
     (before,), (after,) = (
         make_plan("q", QWEN, each, 8, Workload(context=4096, batch=3), pins).rows for each in (H200, slow)
     )
-    assert after.step.kv == pytest.approx(80 * 3 * 2048 * 2 * 2 * 128 * 2 / 1e12)
+    assert after.step.kv == pytest.approx(1.5 * 80 * 3 * 2048 * 2 * 2 * 128 * 2 / 1e12)
     assert after.step.overhead - before.step.overhead == pytest.approx(80 * 3 * 2e-6 + 3 * 3e-6 + 4e-5)
     lse = 8e-6 + 1e-6 + 3 * 16 * 4 / 337.5e9  # what the data sheet has for the gather
     assert after.step.exchange - before.step.exchange == pytest.approx(80 * (3e-5 - lse + 7e-6))
@@ -170,10 +170,12 @@ def test_a_measured_machine_adds_what_it_has_seen() -> None:
     assert alone.step.overhead == pytest.approx(after.step.overhead)
 
 
-def test_without_followers_nobody_is_told() -> None:
-    slow = replace(H200, followers_s=1.0)
+def test_without_followers_nobody_is_told_or_waited_for() -> None:
+    rate = AttentionRate(kv_dtype="bfloat16", head_dim=128, rows=4, latent=False, bytes_per_s=1e12)
+    slow = replace(H200, followers_s=1.0, imbalance=100.0, attention=(rate,))
     (one,) = make_plan("q", MODELS["llama-3-8b"], slow, 1, Workload(context=128)).rows
     assert one.step.overhead < 1
+    assert one.step.kv == pytest.approx(32 * 128 * 8 * 2 * 128 * 2 / 1e12)
 
 
 def test_many_chunks_are_looked_at_in_groups() -> None:
