@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,16 +47,21 @@ _SHAPES = (
 
 
 def attention_rates(clock: Clock) -> Iterator[AttentionRate]:
-    """Of one query over many keys, for every dtype of a cache."""
+    """Of one query over many keys, for every dtype of a cache; float16, which is read as bfloat16 is, with its rates."""
     for kv_dtype in KV_DTYPES:
+        if kv_dtype == "float16":
+            continue
         for shape in _SHAPES:
             cache = _Cache(clock.device, shape, kv_dtype)
             for rows in shape.rows:
                 seconds = clock.seconds(cache.attention(rows), aim_s=0.05)
-                yield AttentionRate(
+                rate = AttentionRate(
                     kv_dtype=kv_dtype, head_dim=shape.head_dim, rows=rows, latent=shape.latent,
                     bytes_per_s=cache.num_bytes / seconds,
                 )  # fmt: skip
+                yield rate
+                if kv_dtype == "bfloat16":
+                    yield replace(rate, kv_dtype="float16")
 
 
 def imbalance(clock: Clock) -> float:
@@ -85,6 +90,8 @@ class _Cache:
         sizes = _ON_GPU if device.type == "cuda" else _ON_CPU
         key_bytes = 4 * shape.kv_heads * (shape.head_dim if shape.latent else shape.head_dim + shape.v_dim)
         self.layers, self.blocks = sizes.layers, sizes.kv_bytes // (sizes.layers * key_bytes * BLOCK)
+        if device.type == "cpu" and (kv_dtype != "float32" or shape.latent):
+            self.layers = 1  # converted or computed with for longer than they are read
         self._pool: KVPool | None = None
 
     @property

@@ -40,10 +40,10 @@ def _memory(axes: Any, plan: Plan, rows: list[Row]) -> None:
         axes.barh(places, sizes, left=ends, label=label, color=color)
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     limit = plan.workload.memory_share * plan.machine.memory_bytes / 1e9
-    axes.axvline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.0f} GB")
+    axes.axvline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.3g} GB")
     for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
         fits = row.problem is None
-        note = f"  {end:.0f} GB" + ("" if fits else ", does not fit")
+        note = f"  {end:.3g} GB" + ("" if fits else ", does not fit")
         axes.text(max(end, limit), place, note, va="center", fontsize="small", color="black" if fits else _MISSED)
     axes.set_yticks(places, [_label(plan, row) for row in rows], fontsize="small")
     axes.invert_yaxis()
