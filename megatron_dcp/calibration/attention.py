@@ -47,7 +47,7 @@ _SHAPES = (
 
 
 def attention_rates(clock: Clock) -> Iterator[AttentionRate]:
-    """Of one query over many keys, for every dtype of a cache; float16, which is read as bfloat16 is, with its rates."""
+    """Of one query over many keys, for every dtype of a cache; float16 is read as bfloat16 is."""
     for kv_dtype in KV_DTYPES:
         if kv_dtype == "float16":
             continue

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from small_calibration import shrink_calibration
 from torch import distributed
 
 from megatron_dcp.calibration import about_machine, attention, calibrate, rates, run, steps
@@ -17,14 +18,8 @@ from megatron_dcp.planner.timing import StepTime
 from workers import run_on_ranks
 
 
-def shrink() -> None:
-    rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8)
-    attention._ON_CPU = attention._Sizes(kv_bytes=1 << 20, layers=2)
-    steps.STEPS = 6
-
-
 def calibrated(rank: int, world: int) -> tuple[Machine, dict, bool, float]:
-    shrink()
+    shrink_calibration()
     machine = calibrate()
     from megatron.core import parallel_state as mpu
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import run_main
+from small_calibration import shrink_calibration
 
 from megatron_dcp.cli import main
 from megatron_dcp.cli import plan as plan_command
@@ -140,11 +141,7 @@ def test_wrong_usage_is_2(line, capsys):
 
 def shrunk_main(rank: int, world: int, commands: list[list[list[str]]]) -> list[tuple[int, str, str]]:
     """`run_main` with a calibration that measures little."""
-    from megatron_dcp.calibration import attention, rates, steps
-
-    rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8)
-    attention._ON_CPU = attention._Sizes(kv_bytes=1 << 20, layers=2)
-    steps.STEPS = 6
+    shrink_calibration()
     return run_main(rank, world, commands)
 
 

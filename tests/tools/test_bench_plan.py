@@ -9,6 +9,8 @@ import json
 import sys
 from pathlib import Path
 
+from small_calibration import shrink_calibration
+
 from workers import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,11 +22,9 @@ def measured(rank: int, world: int) -> str:
     from bench_world import World
 
     from megatron_dcp import parallel_state
-    from megatron_dcp.calibration import attention, rates, steps
 
-    rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8)
-    attention._ON_CPU = attention._Sizes(kv_bytes=1 << 20, layers=2)
-    steps.STEPS = bench_plan.STEPS = 6
+    shrink_calibration()
+    bench_plan.STEPS = 6
     parallel_state.initialize_model_parallel(1)
     arguments = argparse.Namespace(
         checkpoint=str(ROOT / "examples/quickstart/checkpoint"), contexts=[300, 6000], batches=[1, 3], dcp=[1, 2],
