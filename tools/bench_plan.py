@@ -19,7 +19,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 import bench_world
@@ -28,12 +28,12 @@ from bench_world import World
 
 from megatron_dcp import LLM, EngineConfig, default_device, load_model, parallel_state
 from megatron_dcp.calibration import calibrate
-from megatron_dcp.calibration.steps import step_seconds
+from megatron_dcp.calibration.clock import Clock
+from megatron_dcp.calibration.steps import predicted_step, step_seconds
 from megatron_dcp.engine.batch import StepBatch
 from megatron_dcp.engine.runner import ModelRunner
 from megatron_dcp.model_config import ModelConfig
-from megatron_dcp.planner import Machine, Pins, candidates
-from megatron_dcp.planner.timing import StepTime, decode_time
+from megatron_dcp.planner.timing import StepTime
 
 STEPS = 24
 
@@ -71,7 +71,8 @@ def measure_all(world: World, arguments: argparse.Namespace) -> None:
         for dcp, batch, context in cases:
             seconds, config = _measure(arguments.checkpoint, dcp, batch, context)
             measured[dcp, batch, context].append(seconds)
-            predicted[dcp, batch, context].append(_predict(config, machine, dcp, batch, context))
+            prediction = predicted_step(config, torch.float32, machine, dcp=dcp, batch=batch, context=context)
+            predicted[dcp, batch, context].append(prediction)
     if world.rank == 0:
         rows = [_row(case, measured[case], predicted[case]) for case in cases]
         print("context  batch  dcp  measured ms  predicted ms  ratio  of which: weights  KV  exchange  overhead")
@@ -108,18 +109,11 @@ def _measure(checkpoint: str, dcp: int, batch: int, context: int) -> tuple[float
     prompts = [[(index + place) % config.vocab_size for place in range(prompt)] for index in range(batch)]
     with _prompts_filled_in():
         torch.distributed.barrier()
-        seconds = mean(step_seconds(llm, prompts, STEPS))
+        seconds = Clock(default_device()).typical(step_seconds(llm, prompts, STEPS))
     del llm, model
-    everywhere: list[float] = [0.0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everywhere, seconds)
     parallel_state.destroy_model_parallel()
     gc.collect()  # the groups, whose threads would slow the next case down
-    return max(everywhere), config
-
-
-def _predict(config: ModelConfig, machine: Machine, dcp: int, batch: int, context: int) -> StepTime:
-    (candidate,) = candidates(config, dcp, Pins(tp=1, pp=1, dcp=dcp, layout="orthogonal"))
-    return decode_time(config, candidate, machine, "float32", context=context, batch=batch)
+    return seconds, config
 
 
 @contextmanager

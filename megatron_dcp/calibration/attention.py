@@ -26,7 +26,7 @@ class _Sizes(NamedTuple):
 
 
 _ON_CPU = _Sizes(kv_bytes=96 << 20, layers=3)
-_ON_GPU = _Sizes(kv_bytes=1 << 30, layers=4)
+_ON_GPU = _Sizes(kv_bytes=8 << 30, layers=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def imbalance(clock: Clock) -> float:
         - clock.seconds(cache.attention(2, blocks=1, after=after), aim_s=0.2)
         for after in (None, lambda: all_gather(few, clock.world))
     )
-    return max(1.0, together / alone)
+    return max(1.0, together / alone) if alone > 0 else 1.0
 
 
 class _Cache:

@@ -20,7 +20,7 @@ from megatron_dcp.calibration.clock import Clock
 from megatron_dcp.calibration.rates import collective_rates, groups_of_world, memory_bandwidth, product_rate
 from megatron_dcp.calibration.steps import overheads, shared_overheads
 from megatron_dcp.comm.collectives import gather_objects
-from megatron_dcp.planner.machine import CollectiveRate, Machine, steps
+from megatron_dcp.planner.machine import CollectiveRate, Machine, num_steps
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
@@ -122,7 +122,7 @@ def _fit(rates: Sequence[CollectiveRate]) -> tuple[float, float, float] | None:
     kinds: dict[tuple[str, int, int], list[CollectiveRate]] = {}
     for one in rates:
         kinds.setdefault((one.op, one.ranks, one.span), []).append(one)
-    counts = [steps(op, ranks) for op, ranks, _ in kinds]
+    counts = [num_steps(op, ranks) for op, ranks, _ in kinds]
     smallest, largest = ([sizes[index] for sizes in kinds.values()] for index in (0, -1))
     middle, latency = mean(counts), mean(one.seconds for one in smallest)
     spread = sum((count - middle) ** 2 for count in counts)

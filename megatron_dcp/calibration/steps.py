@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from statistics import mean
 from typing import NamedTuple
 
 import torch
@@ -104,14 +103,21 @@ def _step(
         llm = LLM(model, engine=EngineConfig(max_num_seqs=batch, prefill_chunk_size=batch * prompt))
         prompts = [[(7 * index + 3 * place) % config.vocab_size for place in range(prompt)] for index in range(batch)]
         clock.wait()
-        seconds = clock.slowest(mean(step_seconds(llm, prompts, STEPS)))
+        seconds = clock.typical(step_seconds(llm, prompts, STEPS))
         del model, llm
     finally:
         parallel_state.destroy_model_parallel()
         gc.collect()  # the groups, whose threads would slow the next measurement down
+    return seconds, predicted_step(config, dtype, machine, dcp=dcp, batch=batch, context=prompt + STEPS // 2)
+
+
+def predicted_step(
+    config: ModelConfig, dtype: torch.dtype, machine: Machine, *, dcp: int, batch: int, context: int
+) -> StepTime:
+    """What the planner says of a decode step at tp 1, ``orthogonal``."""
     (candidate,) = candidates(config, dcp, Pins(tp=1, pp=1, dcp=dcp, layout="orthogonal"))
     name = str(dtype).removeprefix("torch.")
-    return seconds, decode_time(config, candidate, machine, name, context=prompt + STEPS // 2, batch=batch)
+    return decode_time(config, candidate, machine, name, context=context, batch=batch)
 
 
 def step_seconds(llm: LLM, prompts: list[list[int]], steps: int) -> list[float]:

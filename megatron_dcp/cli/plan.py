@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megatron_dcp.cli import arguments
+from megatron_dcp.cli.calibration import measure, start_ranks
 from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, KVCacheDtype
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from megatron_dcp.planner import Pins
 
 EXAMPLE = "  megatron-dcp plan qwen2.5-72b --gpu H200 --gpus 8 --context 131072 --batch 8"
-RANKS_ON_CPU = 2
 GPUS = 8  # of a data sheet, unless --gpus says otherwise
 _SHAPE = (
     ("--num-layers", "layers"),
@@ -96,15 +94,15 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int | None:
     """Measure if asked to; plan, print and write."""
-    if args.calibrate is not None and "RANK" not in os.environ:
+    if args.calibrate is None:
         _check(args)
-        return _start_ranks(args)
-    if args.calibrate is not None:
-        args.gpu = args.calibrate
-        if not _calibrate(args):
-            return None
+    elif "RANK" not in os.environ:
+        _check(args)
+        return start_ranks(args.gpus, args.argv)
     else:
-        _check(args)
+        args.gpu = args.calibrate
+        if not measure(args.calibrate, partial(_check, args)):
+            return None
     if _plans(args):
         _plan(args)
     return None
@@ -154,50 +152,6 @@ def _plan(args: argparse.Namespace) -> None:
         from megatron_dcp.planner.plot import plot
 
         plot(plan, args.plot, args.top)
-
-
-def _start_ranks(args: argparse.Namespace) -> int:
-    """The same command under torchrun: a rank for each GPU, or two on a CPU. Its exit code."""
-    import torch
-
-    gpus = torch.cuda.device_count()
-    ranks = args.gpus or gpus or RANKS_ON_CPU
-    if 0 < gpus < ranks:
-        raise ValueError(f"--gpus {ranks} cannot be measured: this machine has {gpus}; leave --gpus out")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    with subprocess.Popen(
-        [*command, "-m", "megatron_dcp", *args.argv], env={"OMP_NUM_THREADS": threads} | os.environ
-    ) as started:
-        try:
-            return started.wait()
-        except BaseException:
-            started.terminate()  # it ends its ranks
-            raise
-
-
-def _calibrate(args: argparse.Namespace) -> bool:
-    """Measure and write; whether this is the rank that goes on."""
-    from torch import distributed
-
-    from megatron_dcp.calibration import about_machine, calibrate
-    from megatron_dcp.distributed import initialize_distributed
-    from megatron_dcp.engine.loading import on_all_ranks
-    from megatron_dcp.planner.measured import save_machine
-    from megatron_dcp.planner.render import render_machine
-
-    logging.getLogger("megatron_dcp.startup").setLevel(logging.WARNING)  # of the small models that are run
-    existed = distributed.is_initialized()
-    initialize_distributed()
-    on_all_ranks(_check, args)
-    machine, about = calibrate(), about_machine()
-    first = distributed.get_rank() == 0
-    on_all_ranks(lambda: save_machine(machine, args.calibrate, about) if first else None)
-    if not existed:
-        distributed.destroy_process_group()
-    if first:
-        print(render_machine(machine, about), f"written to {args.calibrate}", sep="\n", flush=True)
-    return first
 
 
 def _add_pins(parser: argparse.ArgumentParser) -> None:

@@ -109,7 +109,7 @@ class Machine:
         inside = sent.span <= self.link_gpus and self.link_gpus % sent.span == 0 or sent.world <= self.link_gpus
         bandwidth = self.link_bandwidth if inside else self.network_bandwidth
         step = self.link_step_s if inside else self.network_step_s
-        return sent.calls * (self.collective_s + steps(sent.op, sent.ranks) * step) + sent.bytes / bandwidth
+        return sent.calls * (self.collective_s + num_steps(sent.op, sent.ranks) * step) + sent.bytes / bandwidth
 
     def _measured(self, sent: Sent) -> list[tuple[float, float]] | None:
         """Bytes and seconds of one such collective, over the group that reaches most nearly as far."""
@@ -159,7 +159,7 @@ class Sent:
         return self.calls if self.exchange and alone else 0
 
 
-def steps(op: str, ranks: int) -> int:
+def num_steps(op: str, ranks: int) -> int:
     """Steps that follow each other: a tree up and down, a ring, or all ranks at once."""
     if op == "all_reduce":
         return 2 * math.ceil(math.log2(ranks))

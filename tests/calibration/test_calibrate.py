@@ -114,6 +114,16 @@ def test_every_rank_calls_as_often_and_hears_the_slowest() -> None:
     assert first == second and first[0] > 0 and first[1] >= 7
 
 
+def typical(rank: int, world: int) -> float:
+    times = [1.0, 3.0] + [2.0 + rank] * 4 + [100.0, 2.0] + [2.0, 2.0]
+    return Clock(torch.device("cpu")).typical(times)
+
+
+def test_one_hiccup_is_not_typical_and_the_slowest_rank_counts() -> None:
+    """Means of five pairs: 2, 2 + rank, 2 + rank, 51 and 2."""
+    assert run_on_ranks(2, typical) == [3.0, 3.0]
+
+
 def test_who_waits_for_the_slowest_is_told_from_what_waiting_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """7 us for every gather; and among ranks that wait attention takes 1.3 times as long."""
 

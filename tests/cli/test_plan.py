@@ -15,8 +15,7 @@ import pytest
 from cli_runs import run_main
 from small_calibration import shrink_calibration
 
-from megatron_dcp.cli import main
-from megatron_dcp.cli import plan as plan_command
+from megatron_dcp.cli import calibration, main
 from megatron_dcp.cli.arguments import CHECKPOINT
 from megatron_dcp.planner import machine
 from megatron_dcp.planner.measured import save_machine
@@ -179,7 +178,7 @@ def test_calibrate_alone_starts_ranks(tmp_path, monkeypatch):
             started.append((command, env["OMP_NUM_THREADS"]))
             super().__init__([sys.executable, "-c", "raise SystemExit(3)"])
 
-    monkeypatch.setattr(plan_command.subprocess, "Popen", Started)
+    monkeypatch.setattr(calibration.subprocess, "Popen", Started)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     line = ["plan", "--calibrate", str(tmp_path / "m.json")]
     assert main(line) == 3
