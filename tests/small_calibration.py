@@ -9,4 +9,4 @@ def shrink_calibration() -> None:
 
     rates._ON_CPU = rates._Sizes(matrix=64, matrices=2, rows=8)
     attention._ON_CPU = attention._Sizes(kv_bytes=1 << 20, layers=2)
-    steps.STEPS = 6
+    steps.STEPS = 8

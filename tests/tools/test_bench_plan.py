@@ -24,7 +24,7 @@ def measured(rank: int, world: int) -> str:
     from megatron_dcp import parallel_state
 
     shrink_calibration()
-    bench_plan.STEPS = 6
+    bench_plan.STEPS = 8
     parallel_state.initialize_model_parallel(1)
     arguments = argparse.Namespace(
         checkpoint=str(ROOT / "examples/quickstart/checkpoint"), contexts=[300, 6000], batches=[1, 3], dcp=[1, 2],
