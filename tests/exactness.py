@@ -75,7 +75,7 @@ def sharded_errors(rank, world, references, tp, dcp_size, layout, settings, expe
     for number, theirs in enumerate(references):
         prompts = theirs.prompts
         texts = [prompt + new[:-1] for prompt, new in zip(prompts, theirs.tokens, strict=True)]
-        megatron = None
+        megatron, groups = None, single_rank_groups()
         for turn, (interleave, exchange) in enumerate(settings, number + dcp_size):
             llm = LLM(
                 theirs.path,
@@ -90,10 +90,11 @@ def sharded_errors(rank, world, references, tp, dcp_size, layout, settings, expe
                 outputs = llm.generate(prompts, SamplingParams(max_tokens=theirs.decode, ignore_eos=True))
             for output, want in zip(outputs, theirs.tokens, strict=True):
                 assert output.token_ids == want, (number, interleave, exchange, output, want)
-            megatron = megatron or megatron_rows(theirs.path, prompts, texts, "float32")
             key = number, interleave, exchange
             errors[*key, "transformers"] = worst(ours, [torch.from_numpy(each) for each in theirs.logits])
-            errors[*key, "megatron"] = worst(ours, megatron)
+            if rank == 0:  # all ranks have recorded the same
+                megatron = megatron or megatron_rows(theirs.path, prompts, texts, "float32", groups)
+                errors[*key, "megatron"] = worst(ours, megatron)
             dcp.destroy_model_parallel()
     return errors
 
@@ -119,9 +120,12 @@ def recorded_logits():
     ours += [torch.stack(each) for each in rows.values()]
 
 
-def megatron_rows(path, prompts, texts, dtype):
-    """Logits of Megatron's own forward of the whole model on this rank, for every token after each prompt."""
-    model, _ = load_model(path, single_rank_groups(), dtype=getattr(torch, dtype))
+def megatron_rows(path, prompts, texts, dtype, groups=None):
+    """Logits of Megatron's own forward of the whole model on this rank, for every token after each prompt.
+
+    ``groups``: from `single_rank_groups`; ``None``: made here, which all ranks must call.
+    """
+    model, _ = load_model(path, groups or single_rank_groups(), dtype=getattr(torch, dtype))
     return [training_logits(model, text)[len(p) - 1 :, :VOCAB] for p, text in zip(prompts, texts, strict=True)]
 
 
