@@ -135,7 +135,9 @@ def _head(plan: Plan) -> list[str]:
         f"{work.batch} sequence{'s' if work.batch > 1 else ''} of {work.context} tokens; estimates (docs/planner.md)",
     ]
     if 0 < one.ranks < plan.gpus:
-        head.append(f"measured with {one.ranks} ranks: collectives of larger groups are extrapolated")
+        head.append(
+            f"measured with {one.ranks} ranks, {one.link_gpus} to a machine: larger groups are extrapolated from these"
+        )
     if work.weight_dtype in ("fp8", "mxfp4", "nvfp4"):
         head.append(f"{work.weight_dtype} weights are for planning: the engine computes with 16 or 32 bits")
     return head

@@ -33,6 +33,7 @@ def two() -> list[tuple[Machine, dict, bool, float]]:
     return run_on_ranks(2, calibrated)
 
 
+@pytest.mark.mcore_line
 def test_all_ranks_have_the_same_machine_and_their_world_back(two) -> None:
     assert two[0][0] == two[1][0]
     assert [each[2:] for each in two] == [(False, 2.0)] * 2

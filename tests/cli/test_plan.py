@@ -165,7 +165,7 @@ def test_calibrate_measures_writes_and_plans(tmp_path, capsys):
     for error in (first[2][2], second[2][2]):
         assert "make the folder" in error and error.count("\n") == 1
     text = run(f"plan llama-3-8b --gpu {path} --gpus 4 --context 1024", capsys)
-    assert "measured with 2 ranks: collectives of larger groups are extrapolated" in text
+    assert "measured with 2 ranks, 2 to a machine: larger groups are extrapolated from these" in text
     assert sorted(os.listdir(tmp_path)) == ["m.json", "plan.json"]
 
 
