@@ -35,7 +35,10 @@ def calibrate() -> Machine:
 
     Raises:
         ValueError: On every rank: Megatron's or this package's groups exist already.
+        RuntimeError: ``torch.distributed`` is not initialised.
     """
+    if not distributed.is_initialized():
+        raise RuntimeError("torch.distributed is not initialised; call initialize_distributed() first")
     if parallel_state.megatron_is_initialized() or parallel_state.is_initialized():
         raise ValueError("process groups exist already; calibrate before initialize_model_parallel, or in a new run")
     clock = Clock(default_device())
@@ -78,7 +81,8 @@ def calibrate() -> Machine:
     if world > 1:
         followers, merge = shared_overheads(clock, dtype, machine)
         machine = replace(machine, followers_s=followers, merge_s=merge)
-    return machine
+    again = memory_bandwidth(clock, dtype)
+    return replace(machine, drift=max(memory, again) / min(memory, again) - 1)
 
 
 def about_machine() -> dict[str, Any]:

@@ -4,42 +4,87 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
+import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dcp.planner import Machine
 
 RANKS_ON_CPU = 2
 
 
-def start_ranks(ranks: int | None, argv: Sequence[str]) -> int:
-    """Run a command line under torchrun, on this machine; its exit code.
+def check_machine_file(path: str) -> None:
+    """Raise ``ValueError`` unless a measured machine may be written there and is found again."""
+    if not path.lower().endswith(".json"):
+        raise ValueError(f"--calibrate {path}: give a name that ends in .json, by which --gpu knows it")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"--calibrate {path} is no file; give the name of one")
 
-    Args:
-        ranks: How many; ``None``: one for each GPU, or two on a CPU.
+
+def ranks_here(ranks: int | None) -> int:
+    """How many ranks this machine is measured with: as given, else one for each GPU, or two without.
 
     Raises:
-        ValueError: More ranks than GPUs.
+        ValueError: More than there are GPUs.
     """
     import torch
 
     gpus = torch.cuda.device_count()
-    ranks = ranks or gpus or RANKS_ON_CPU
-    if 0 < gpus < ranks:
+    if ranks is not None and 0 < gpus < ranks:
         raise ValueError(f"--gpus {ranks} cannot be measured: this machine has {gpus}; leave --gpus out")
-    threads = str(max(1, len(os.sched_getaffinity(0)) // ranks))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    with subprocess.Popen(
-        [*command, "-m", "megatron_dcp", *argv], env={"OMP_NUM_THREADS": threads} | os.environ
-    ) as started:
-        try:
-            return started.wait()
-        except BaseException:
-            started.terminate()  # it ends its ranks
-            raise
+    return ranks or gpus or RANKS_ON_CPU
 
 
-def measure(path: str, check: Callable[[], None]) -> bool:
-    """Measure with all ranks, write and print; whether this is the rank that goes on.
+def start_ranks(ranks: int, argv: Sequence[str]) -> int:
+    """Run a command line in so many processes, as torchrun would; the exit code of the first that fails, or 0.
+
+    Their lines on stderr are all that is said. They end with this process, whatever ends it.
+    """
+    from torch import multiprocessing
+
+    with _environment_of_ranks(ranks):
+        started = multiprocessing.spawn(_run_rank, (ranks, list(argv)), nprocs=ranks, join=False)
+    try:
+        while not started.join():
+            pass
+    except multiprocessing.ProcessExitedException as ended:
+        return ended.exit_code if ended.exit_code > 0 else 128 - ended.exit_code  # as a shell counts signals
+    return 0
+
+
+@contextmanager
+def _environment_of_ranks(ranks: int) -> Iterator[None]:
+    """What all of them need before they import torch."""
+    before = dict(os.environ)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+    }
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _run_rank(rank: int, ranks: int, argv: list[str]) -> None:
+    from megatron_dcp.cli import main
+
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    sys.exit(main(argv))
+
+
+def measure(path: str, check: Callable[[], None]) -> Machine | None:
+    """Measure with all ranks; the first one writes and prints, and gets the machine.
 
     Args:
         check: Raises where it would be for nothing.
@@ -61,6 +106,7 @@ def measure(path: str, check: Callable[[], None]) -> bool:
     on_all_ranks(lambda: save_machine(machine, path, about) if first else None)
     if not existed:
         distributed.destroy_process_group()
-    if first:
-        print(render_machine(machine, about), f"written to {path}", sep="\n", flush=True)
-    return first
+    if not first:
+        return None
+    print(render_machine(machine, about), f"written to {path}", sep="\n", flush=True)
+    return machine

@@ -5,20 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from megatron_dcp.cli import arguments
-from megatron_dcp.cli.calibration import measure, start_ranks
+from megatron_dcp.cli.calibration import check_machine_file, measure, ranks_here, start_ranks
 from megatron_dcp.config import CacheConfig, DcpLayout, EngineConfig, ExchangeName, KVCacheDtype
 
 if TYPE_CHECKING:
     from megatron_dcp.model_config import ModelConfig
-    from megatron_dcp.planner import Pins
+    from megatron_dcp.planner import Machine, Pins, Plan
 
 EXAMPLE = "  megatron-dcp plan qwen2.5-72b --gpu H200 --gpus 8 --context 131072 --batch 8"
 GPUS = 8  # of a data sheet, unless --gpus says otherwise
+_OUTPUTS = ("calibrate", "json", "plot")
+_PLAN_ONLY = ("context", "json", "plot")
+_PINS = ("tp", "pp", "dcp", "ep", "expert_tp", "layout", "exchange")
 _SHAPE = (
     ("--num-layers", "layers"),
     ("--hidden-size", "size of the hidden states"),
@@ -94,35 +98,45 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int | None:
     """Measure if asked to; plan, print and write."""
+    from megatron_dcp.planner import machine
+
     if args.calibrate is None:
-        _check(args)
-    elif "RANK" not in os.environ:
-        _check(args)
-        return start_ranks(args.gpus, args.argv)
-    else:
-        args.gpu = args.calibrate
-        if not measure(args.calibrate, partial(_check, args)):
-            return None
-    if _plans(args):
-        _plan(args)
+        _check_outputs(args)
+        _write(args, _make(args, machine(args.gpu)))
+        return None
+    if "RANK" not in os.environ:
+        ranks = ranks_here(args.gpus)
+        _check(args, ranks)
+        return start_ranks(ranks, args.argv)
+    measured = measure(args.calibrate, partial(_check, args, int(os.environ["WORLD_SIZE"])))
+    if measured is not None and _plans(args):
+        _write(args, _make(args, measured))
     return None
 
 
-def _check(args: argparse.Namespace) -> None:
-    """Before anything is measured or computed."""
-    for name in ("calibrate", "json", "plot"):
-        if (path := getattr(args, name)) is not None:
-            arguments.check_output(f"--{name}", path)
+def _check(args: argparse.Namespace, ranks: int) -> None:
+    """All that can be wrong, before anything is measured: a plan is made for another machine."""
+    from megatron_dcp.planner import machine
+
+    _check_outputs(args)
+    if _plans(args):
+        _make(args, replace(machine("H200"), name="this machine", ranks=ranks))
+    elif unused := [name for name in (*_PLAN_ONLY, *_PINS) if getattr(args, name) is not None]:
+        raise ValueError(f"--{unused[0].replace('_', '-')} is for a plan; give a MODEL, or leave it out")
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    given = {f"--{name}": path for name in _OUTPUTS if (path := getattr(args, name)) is not None}
+    for option, path in given.items():
+        arguments.check_output(option, path)
+    if len(set(map(os.path.realpath, given.values()))) < len(given):
+        raise ValueError(f"{' and '.join(given)} are to be different files")
+    if args.calibrate is not None:
+        check_machine_file(args.calibrate)
     if args.plot is not None:
         from megatron_dcp.figures import check_plot
 
         check_plot(args.plot)
-    if _plans(args):
-        if args.context is None:
-            raise ValueError("give --context, the tokens of a sequence")
-        _model(args)
-    elif unused := [f"--{name}" for name in ("context", "json", "plot") if getattr(args, name) is not None]:
-        raise ValueError(f"{unused[0]} is for a plan; give a MODEL, or leave it out")
 
 
 def _plans(args: argparse.Namespace) -> bool:
@@ -130,11 +144,11 @@ def _plans(args: argparse.Namespace) -> bool:
     return args.calibrate is None or args.model is not None or bool(_given_shape(args))
 
 
-def _plan(args: argparse.Namespace) -> None:
-    from megatron_dcp.planner import Workload, machine, make_plan
-    from megatron_dcp.planner.render import render, to_dict
+def _make(args: argparse.Namespace, machine: Machine) -> Plan:
+    from megatron_dcp.planner import Workload, make_plan
 
-    one = machine(args.gpu)
+    if args.context is None:
+        raise ValueError("give --context, the tokens of a sequence")
     name, model = _model(args)
     workload = Workload(
         context=args.context,
@@ -143,7 +157,12 @@ def _plan(args: argparse.Namespace) -> None:
         memory_share=args.memory_share,
         chunk=args.prefill_chunk_size,
     )
-    plan = make_plan(name, model, one, args.gpus or one.ranks or GPUS, workload, _pins(args))
+    return make_plan(name, model, machine, args.gpus or machine.ranks or GPUS, workload, _pins(args))
+
+
+def _write(args: argparse.Namespace, plan: Plan) -> None:
+    from megatron_dcp.planner.render import render, to_dict
+
     print(render(plan, args.top), flush=True)
     if args.json is not None:
         text = json.dumps(to_dict(plan), indent=1, allow_nan=False)
@@ -184,13 +203,7 @@ def _pins(args: argparse.Namespace) -> Pins:
     from megatron_dcp.planner import Pins
 
     return Pins(
-        tp=args.tp,
-        pp=args.pp,
-        dcp=args.dcp,
-        ep=args.ep,
-        expert_tp=args.expert_tp,
-        layout=args.layout,
-        exchange=args.exchange,
+        **{name: getattr(args, name) for name in _PINS},
         kv_cache_dtypes=("auto", "fp8_e4m3", "int8") if args.kv_cache_dtype == "all" else (args.kv_cache_dtype,),
         interleave=args.kv_interleave,
         block_size=args.block_size,

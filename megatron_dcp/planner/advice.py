@@ -87,4 +87,4 @@ def _ms(seconds: float) -> str:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB"
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

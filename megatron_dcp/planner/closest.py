@@ -13,8 +13,8 @@ def look_up(kind: str, name: str, known: Iterable[str], aliases: Mapping[str, st
     if (found := by_key.get(_key(name))) is not None:
         return found
     close = dict.fromkeys(by_key[key] for key in difflib.get_close_matches(_key(name), by_key, n=4, cutoff=0.5))
-    said = f"did you mean {' or '.join(close)}? " if close else ""
-    raise ValueError(f"{kind} {name[:80]!r} is not known; {said}Known are {', '.join(names)}")
+    said = f"did you mean {' or '.join(close)}? Known" if close else "known"
+    raise ValueError(f"{kind} {name[:80]!r} is not known; {said} are {', '.join(names)}")
 
 
 def _key(name: str) -> str:

@@ -66,7 +66,7 @@ def machine(name: str) -> Machine:
     Raises:
         ValueError: No such GPU is known; the closest ones are named. Or the file is not a measured machine.
     """
-    if name.lower().endswith(".json") or os.sep in name:
+    if name.lower().endswith(".json") or os.sep in name or os.path.isfile(name):
         return load_machine(name)
     known = look_up("GPU", name, _SHEETS, _ALIASES)
     sheet = _SHEETS[known]

@@ -63,6 +63,7 @@ class Machine:
         imbalance: How much longer the slowest rank attends where ranks wait for each other after every layer.
         attention: Rates of attention; empty: those of ``memory_bandwidth`` and ``flops``.
         collectives: Times of collectives; where none fits, those of ``collective_s`` and the fields after it.
+        drift: How much faster the memory was at the end of the measurement than at its start, or slower.
         ranks: How many ranks measured; 0: a data sheet.
     """
 
@@ -85,6 +86,7 @@ class Machine:
     imbalance: float = 1.0
     attention: tuple[AttentionRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
+    drift: float = 0.0
     ranks: int = 0
 
     def seconds(self, num_bytes: float, operations: float, dtype: str) -> float:

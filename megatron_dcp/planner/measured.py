@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from megatron_dcp.config import KVCacheDtype
 from megatron_dcp.planner.machine import AttentionRate, CollectiveRate, Machine
 
 FORMAT = "megatron_dcp machine 1"
+MOST_BYTES = 16 << 20  # of a file that is worth reading
 _REMEDY = "write it anew with `megatron-dcp plan --calibrate FILE.json`"
 
 
@@ -35,42 +36,93 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     """Read what `save_machine` wrote.
 
     Raises:
-        ValueError: The file is another one, or broken.
-        OSError: It cannot be read.
+        ValueError: There is no such file, or it is another one, or broken.
     """
-    text = Path(path).read_bytes()
+    name = repr(os.fspath(path))
+    if not os.path.isfile(path):
+        raise ValueError(f"{name} {'is no file' if os.path.exists(path) else 'does not exist'}; {_REMEDY}")
     try:
-        content = json.loads(text)
-    except ValueError:
+        content = json.loads(Path(path).read_bytes()) if os.path.getsize(path) <= MOST_BYTES else None
+    except (ValueError, RecursionError):
         content = None
+    except OSError as error:
+        raise ValueError(f"{name} cannot be read: {error.strerror}; {_REMEDY}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{os.fspath(path)!r} is no measured machine; {_REMEDY}")
+        raise ValueError(f"{name} is no measured machine; {_REMEDY}")
     try:
-        return _read(content["machine"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{os.fspath(path)!r} is a broken measurement ({error}); {_REMEDY}") from None
+        return _machine(content.get("machine"))
+    except ValueError as error:
+        raise ValueError(f"{name} is a broken measurement: {error}; {_REMEDY}") from None
 
 
-def _read(values: dict[str, Any]) -> Machine:
-    values = dict(values)
-    attention = tuple(AttentionRate(**each) for each in values.pop("attention"))
-    collectives = tuple(CollectiveRate(**each) for each in values.pop("collectives"))
-    machine = Machine(**values, attention=attention, collectives=collectives)
-    for name, value in _numbers(machine):
-        zero = name.endswith("_s") and name != "bytes_per_s"  # times may be too short to measure, rates may not
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ValueError(f"{name} is no number")
-        if value < 0 or (value == 0 and not zero) or (name == "imbalance" and value < 1):
-            raise ValueError(f"{name} is {value}")
-    if not {"float32", "bfloat16", "fp8"} <= set(machine.flops):
-        raise ValueError("flops lack a dtype")
+def _machine(values: Any) -> Machine:
+    own = _checked("machine", values, Machine)
+    own["attention"] = tuple(
+        AttentionRate(**_checked("attention", each, AttentionRate)) for each in _list("attention", own["attention"])
+    )
+    own["collectives"] = tuple(
+        CollectiveRate(**_checked("collectives", each, CollectiveRate))
+        for each in _list("collectives", own["collectives"])
+    )
+    machine = Machine(**own)
+    _distinct("attention", [(one.kv_dtype, one.head_dim, one.latent, one.rows) for one in machine.attention])
+    _distinct("collectives", [(one.op, one.ranks, one.span, one.bytes) for one in machine.collectives])
     return machine
 
 
-def _numbers(machine: Machine) -> list[tuple[str, Any]]:
-    own = [(each.name, getattr(machine, each.name)) for each in fields(machine)]
-    numbers = [pair for pair in own if pair[0] not in ("name", "flops", "attention", "collectives")]
-    numbers += [("flops", value) for value in machine.flops.values()]
-    for rate in (*machine.attention, *machine.collectives):
-        numbers += [pair for pair in vars(rate).items() if pair[0] not in ("kv_dtype", "latent", "op")]
-    return numbers
+def _checked(what: str, values: Any, kind: type) -> dict[str, Any]:
+    """The fields of ``kind``, all of them and no others, each of its kind and within its bounds."""
+    names = {each.name for each in fields(kind)}
+    if not isinstance(values, dict) or set(values) != names:
+        missing = sorted(names - set(values)) if isinstance(values, dict) else sorted(names)
+        raise ValueError(
+            f"{what} lacks {missing[0]}" if missing else f"{what} has more than {', '.join(sorted(names))}"
+        )
+    for name, value in values.items():
+        if name == "flops":
+            if not isinstance(value, dict) or set(value) != {"float32", "bfloat16", "fp8"}:
+                raise ValueError("flops are to be those of float32, bfloat16 and fp8")
+            for dtype, rate in value.items():
+                _check_number(f"flops of {dtype}", rate, *_RATE)
+        elif name in _CHOICES:
+            if value not in _CHOICES[name]:
+                raise ValueError(f"{name} is {value!r:.40}, not one of {', '.join(map(str, _CHOICES[name]))}")
+        elif name == "name":
+            if not isinstance(value, str) or not value.isprintable() or len(value) > 200:
+                raise ValueError("name is no line of text")
+        elif name not in ("attention", "collectives"):
+            _check_number(name, value, *_BOUNDS.get(name, _TIME))
+    return dict(values)
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    whole = name in _WHOLE
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
+        raise ValueError(f"{name} is {value!r:.40}, not a {'whole ' if whole else ''}number from {low:g} to {high:g}")
+
+
+def _list(what: str, values: Any) -> list[Any]:
+    if not isinstance(values, list):
+        raise ValueError(f"{what} is no list")
+    return values
+
+
+def _distinct(what: str, points: list[Any]) -> None:
+    if len(set(points)) < len(points):
+        raise ValueError(f"{what} has two rates of the same")
+
+
+_TIME, _RATE, _COUNT = (0, 1e6), (1, 1e24), (1, 1e6)
+_WHOLE = ("ranks", "span", "link_gpus", "rows", "head_dim")
+_BOUNDS = {
+    **dict.fromkeys(("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "bytes_per_s"), _RATE),
+    **dict.fromkeys(_WHOLE, _COUNT),
+    "bytes": _RATE,
+    "seconds": (1e-12, 1e6),
+    "imbalance": (1, 1e6),
+}
+_CHOICES = {
+    "kv_dtype": get_args(KVCacheDtype)[1:],  # all but auto
+    "op": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring"),
+    "latent": (True, False),
+}

@@ -159,7 +159,10 @@ def make_plan(
             that was measured with one rank.
     """
     if machine.ranks == 1 and gpus > 1:
-        raise ValueError(f"{machine.name} was measured with one rank, without collectives; measure it with more")
+        raise ValueError(
+            f"{machine.name} was measured with one rank, so without collectives; for {gpus} GPUs measure it with "
+            "several: `megatron-dcp plan --calibrate FILE.json --gpus N`"
+        )
     check_weight_dtype(model, workload.weight_dtype)
     if workload.context > model.max_position_embeddings:
         raise ValueError(

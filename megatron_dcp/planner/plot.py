@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_dcp.figures import new_figure
@@ -40,20 +41,37 @@ def _memory(axes: Any, plan: Plan, rows: list[Row]) -> None:
         axes.barh(places, sizes, left=ends, label=label, color=color)
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     limit = plan.workload.memory_share * plan.machine.memory_bytes / 1e9
-    axes.axvline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.3g} GB")
+    near = max(ends) > limit / 20  # else the bars would be slivers beside it
+    if near:
+        axes.axvline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.3g} GB")
     for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
         fits = row.problem is None
         note = f"  {end:.3g} GB" + ("" if fits else ", does not fit")
-        axes.text(max(end, limit), place, note, va="center", fontsize="small", color="black" if fits else _MISSED)
+        axes.text(
+            max(end, limit if near else 0),
+            place,
+            note,
+            va="center",
+            fontsize="small",
+            color="black" if fits else _MISSED,
+        )
     axes.set_yticks(places, [_label(plan, row) for row in rows], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max([limit, *ends]))
+    axes.set_xlim(0, 1.3 * max([limit if near else 0, *ends]))
     axes.set_xlabel("GB per GPU")
-    axes.set_title("memory")
+    axes.set_title("memory" if near else f"memory (usable: {limit:.3g} GB)")
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=3)
 
 
 def _frontier(axes: Any, plan: Plan, rows: list[Row]) -> None:
+    axes.set_title("throughput and interactivity (numbers: sequences in all)")
+    axes.set_xlabel("interactivity: tokens/s of one sequence")
+    axes.set_ylabel("throughput: tokens/s per GPU")
+    if not rows:
+        axes.text(0.5, 0.5, "nothing fits", ha="center", va="center", transform=axes.transAxes)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        return
     points: list[tuple[int, float, float]] = []
     for number, row in enumerate(rows):
         curve = frontier(plan, row)
@@ -67,17 +85,26 @@ def _frontier(axes: Any, plan: Plan, rows: list[Row]) -> None:
     axes.plot([x for _, x, _ in best], [y for _, _, y in best], "k-", linewidth=4, alpha=0.25, label="frontier")
     for batch, x, y in best[:: 1 + len(best) // 8]:
         axes.annotate(f"{batch}", (x, y), textcoords="offset points", xytext=(5, 5), fontsize="small")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
+    for scale, axis, values in (
+        (axes.set_xscale, axes.xaxis, [x for _, x, _ in points]),
+        (axes.set_yscale, axes.yaxis, [y for *_, y in points]),
+    ):
+        scale("log")
         axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter("{x:g}")
+        axis.set_minor_formatter(_between_powers(max(values) / min(values)))
     axes.tick_params(which="both", labelsize="small")
-    axes.set_xlabel("interactivity: tokens/s of one sequence")
-    axes.set_ylabel("throughput: tokens/s per GPU")
-    axes.set_title("throughput and interactivity (numbers: sequences in all)")
     axes.grid(True, which="both", linewidth=0.3)
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.45, -0.1), ncols=2)
+
+
+def _between_powers(span: float) -> Callable[[float, int], str]:
+    """Labels of the ticks between powers of ten: as many as there is room for."""
+    digits = "123456789" if span < 5 else "25" if span < 100 else ""
+
+    def label(x: float, _: int) -> str:
+        return f"{x:g}" if f"{x:e}"[0] in digits else ""
+
+    return label
 
 
 def _label(plan: Plan, row: Row) -> str:

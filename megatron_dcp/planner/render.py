@@ -18,6 +18,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 _PRODUCTS = ("float32", "bfloat16")
+DRIFT = 0.25  # of the memory's speed, above which a measurement is not to be trusted
 
 
 def render(plan: Plan, top: int) -> str:
@@ -39,40 +40,57 @@ def render(plan: Plan, top: int) -> str:
 
 def render_machine(machine: Machine, about: dict[str, Any]) -> str:
     """What a calibration has found, for people."""
-    heads = {one.head_dim for one in machine.attention if not one.latent}
+    how = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in about.items() if name != "device")
     lines = [
-        f"{machine.name}, {', '.join(f'{name} {value}' for name, value in about.items() if name != 'device')}",
+        f"{machine.name}: {how}",
         "",
-        f"memory       {_rate(machine.memory_bandwidth, 'B/s')} of weights, {machine.memory_bytes / 1e9:.1f} GB a rank",
-        "products     " + ", ".join(f"{name} {_rate(machine.flops[name], 'FLOP/s')}" for name in _PRODUCTS),
+        f"memory       {_rate(machine.memory_bandwidth, 'B/s')} of weights; {machine.memory_bytes / 1e9:.1f} GB a rank",
+        "products     " + ", ".join(f"{_rate(machine.flops[name], 'FLOP/s')} in {name}" for name in _PRODUCTS),
+        *_attention_lines(machine),
+        *_collective_lines(machine),
+        "a step       " + _times(("alone", machine.step_s), ("a sequence", machine.sequence_s)),
+        "a layer      " + _times(("alone", machine.layer_s), ("a sequence", machine.layer_sequence_s)),
     ]
-    for dim in sorted(heads):
-        lines.append(f"attention    to keys of {dim} dims, bytes of the cache per second by its dtype:")
+    if machine.ranks > 1:
+        lines += [
+            "several      " + _times(("a step, for the other ranks", machine.followers_s)),
+            "ranks        " + _times(("a layer, to merge", machine.merge_s))
+            + f"; attention takes {machine.imbalance:.2f} times as long where they wait for each other",
+        ]  # fmt: skip
+    if machine.drift > DRIFT:
+        lines += [
+            "",
+            f"The speed of the memory changed by {machine.drift:.0%} meanwhile: something else was running. "
+            "Measure again when nothing is.",
+        ]
+    return "\n".join(lines)
+
+
+def _attention_lines(machine: Machine) -> list[str]:
+    """Rates by what is attended to, a line for each dtype."""
+    lines = []
+    for dim, latent in dict.fromkeys((one.head_dim, one.latent) for one in machine.attention):
+        what = f"a latent of {dim} dims" if latent else f"keys of {dim} dims"
+        lines.append(f"attention    to {what}, bytes of the cache per second, by query heads of a KV head:")
         for dtype in dict.fromkeys(one.kv_dtype for one in machine.attention):
             rates = [one for one in machine.attention if (one.kv_dtype, one.head_dim) == (dtype, dim)]
-            found = ", ".join(f"{one.rows}: {_rate(one.bytes_per_s, 'B/s')}" for one in rates if not one.latent)
-            lines.append(f"  {dtype:<10} {found} (query heads per KV head: rate)")
+            lines.append(f"  {dtype:<10} " + ", ".join(f"{one.rows}: {_rate(one.bytes_per_s, 'B/s')}" for one in rates))
+    return lines
+
+
+def _collective_lines(machine: Machine) -> list[str]:
+    """Times by what is sent, a line for each kind of group."""
     kinds = dict.fromkeys((one.op, one.ranks, one.span) for one in machine.collectives)
-    if kinds:
-        lines.append("collectives  time by the bytes that a rank sends:")
+    lines = ["collectives  by bytes that a rank sends; R of S: R ranks among S neighbours"] if kinds else []
     for op, ranks, span in kinds:
         alike = [one for one in machine.collectives if (one.op, one.ranks, one.span) == (op, ranks, span)]
         found = ", ".join(f"{one.bytes / 1e3:.0f} kB: {one.seconds * 1e6:.0f} us" for one in alike)
-        lines.append(f"  {op:<14} {ranks} of {span:<3} {found}")
-    times = {
-        "a step": machine.step_s,
-        "and for each sequence": machine.sequence_s,
-        "a layer": machine.layer_s,
-        "and for each sequence of the batch": machine.layer_sequence_s,
-        "the other ranks of a replica": machine.followers_s,
-        "a merge": machine.merge_s,
-    }
-    lines.append("besides      " + ", ".join(f"{what} {seconds * 1e6:.0f} us" for what, seconds in times.items()))
-    if machine.ranks > 1:
-        lines.append(
-            f"             attention takes {machine.imbalance:.2f} times as long where ranks wait for each other"
-        )
-    return "\n".join(lines)
+        lines.append(f"  {op:<14} {f'{ranks} of {span}':<8} {found}")
+    return lines
+
+
+def _times(*times: tuple[str, float]) -> str:
+    return " and ".join(f"{seconds * 1e6:.0f} us {what}" for what, seconds in times)
 
 
 def to_dict(plan: Plan) -> dict[str, Any]:
@@ -127,7 +145,8 @@ def _head(plan: Plan) -> list[str]:
     work, one = plan.workload, plan.machine
     stored = sorted({row.candidate.kv_cache_dtype for row in plan.rows})
     cached = " and ".join(kv_dtype(work.weight_dtype) if name == "auto" else name for name in stored)
-    parameters = f"{count_parameters(plan.model) / 1e9:.1f} B parameters"
+    count = count_parameters(plan.model)
+    parameters = f"{count / 1e9:.1f} B parameters" if count >= 1e8 else f"{count / 1e6:.2f} M parameters"
     head = [
         f"{plan.model_name}: {parameters} in {work.weight_dtype}, KV in {cached}",
         f"{plan.gpus} x {one.name}: {one.memory_bytes / 1e9:.0f} GB, of which {work.memory_share:.0%} may be used; "
@@ -166,14 +185,20 @@ def _rate(value: float, unit: str) -> str:
     return f"{value / 1e6:.3g} M{unit}"
 
 
+def _gigabytes(num_bytes: float, places: int) -> str:
+    """With ``places`` behind the point, or two digits where these would be zeros."""
+    value = num_bytes / 1e9
+    return f"{value:.{places}f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def _cells(plan: Plan, row: Row) -> list[str]:
     memory, traffic = row.memory, row.traffic
     return [
         ("* " if row is plan.best else "  ") + row.candidate.name,
-        f"{memory.weights / 1e9:.1f}",
-        f"{memory.kv / 1e9:.2f}",
+        _gigabytes(memory.weights, 1),
+        _gigabytes(memory.kv, 2),
         f"{memory.kv_copies:g}",
-        f"{(memory.activations + memory.work) / 1e9:.2f}",
+        _gigabytes(memory.activations + memory.work, 2),
         f"{100 * memory.total / plan.machine.memory_bytes:.0f}",
         str(row.largest_batch),
         str(row.largest_context),

@@ -63,6 +63,7 @@ def test_everything_is_measured(two) -> None:
     assert machine.step_s + machine.layer_s > 0 and 1 <= machine.imbalance < 100
     for name in ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
         assert getattr(machine, name) > 0 and math.isfinite(getattr(machine, name))
+    assert 0 <= machine.drift < 100
     assert set(machine.flops) == {"float32", "bfloat16", "fp8"}
 
 
@@ -86,6 +87,11 @@ def refused(rank: int, world: int) -> str:
 def test_groups_that_exist_are_left_alone() -> None:
     assert run_on_ranks(2, refused) == ["process groups exist already; calibrate before initialize_model_parallel, "
                                         "or in a new run"] * 2  # fmt: skip
+
+
+def test_without_a_world_it_says_what_is_missing() -> None:
+    with pytest.raises(RuntimeError, match=r"call initialize_distributed\(\) first"):
+        calibrate()
 
 
 def own_groups(rank: int, world: int) -> dict[tuple[int, int], list[int]]:

@@ -6,16 +6,19 @@ import json
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from cli_runs import run_main
 from small_calibration import shrink_calibration
 
 from megatron_dcp.cli import calibration, main
+from megatron_dcp.cli import plan as plan_command
 from megatron_dcp.cli.arguments import CHECKPOINT
 from megatron_dcp.planner import machine
 from megatron_dcp.planner.measured import save_machine
@@ -58,11 +61,13 @@ def test_json_and_plot(tmp_path, capsys):
     assert (tmp_path / "p.png").stat().st_size > 20_000
     run(f"{QWEN} --batch 1000 --plot {tmp_path}/none.svg", capsys)  # nothing fits
     assert "does not fit" in (tmp_path / "none.svg").read_text() or (tmp_path / "none.svg").stat().st_size > 20_000
+    run(f"plan qwen2.5-72b --gpu H100 --gpus 1 --context 8192 --plot {tmp_path}/never.png", capsys)  # at no batch
+    assert (tmp_path / "never.png").stat().st_size > 10_000
 
 
 def test_a_checkpoint(capsys):
     text = run(f"plan {ROOT / CHECKPOINT} --gpu A100 --gpus 2 --context 512", capsys)
-    assert "checkpoint: 0.0 B parameters" in text and "Take tp" in text
+    assert "checkpoint: 0.75 M parameters" in text and "Take tp" in text
 
 
 def test_a_config_json_says_its_shape_whatever_stores_the_weights(tmp_path, capsys):
@@ -98,9 +103,16 @@ def test_a_shape_by_flags(capsys):
         ("plan llama-3-70b --gpu H200 --context 8 --json no/a.json", "--json no/a.json cannot be written: make the"),
         ("plan llama-3-70b --gpu H200 --context 8 --json .", "--json . is a directory"),
         ("plan llama-3-70b --gpu H200", "give --context"),
-        ("plan llama-3-70b --gpu none.json --context 8", "none.json: No such file"),
-        ("plan llama-3-70b --gpu setup.py/a --context 8", "setup.py/a: Not a directory"),
+        ("plan llama-3-70b --gpu none.json --context 8", "'none.json' does not exist; write it anew with"),
+        ("plan llama-3-70b --gpu setup.py/a --context 8", "'setup.py/a' does not exist; write it anew with"),
+        ("plan llama-3-70b --gpu /dev/null --context 8", "'/dev/null' is no file; write it anew with"),
         ("plan llama-3-70b --gpu examples/quickstart/checkpoint/tokenizer.json --context 8", "is no measured machine"),
+        ("plan llama-3-70b --gpu H200 --context 8 --json a.svg --plot ./a.svg", "--json and --plot are to be"),
+        ("plan --calibrate a", "--calibrate a: give a name that ends in .json"),
+        ("plan --calibrate a.json --tp 2", "--tp is for a plan; give a MODEL, or leave it out"),
+        ("plan --calibrate a.json --expert-tp 2", "--expert-tp is for a plan"),
+        ("plan llama-3-70b --calibrate a.json --context 200000", "context=200000 is beyond the 131072 positions"),
+        ("plan llama-3-70b --calibrate a.json --context 8 --tp 3", "tensor_model_parallel_size=3 does not fit"),
         ("plan --calibrate no/a.json", "--calibrate no/a.json cannot be written: make the folder"),
         ("plan --calibrate .", "--calibrate . is a directory"),
         ("plan --calibrate a.json --context 8", "--context is for a plan; give a MODEL, or leave it out"),
@@ -157,7 +169,15 @@ def test_calibrate_measures_writes_and_plans(tmp_path, capsys):
     assert [out for _, out, _ in second] == ["", "", ""]
     alone, planned = first[0][1], first[1][1]
     assert alone.splitlines()[-1] == f"written to {path}" and "llama" not in alone
-    for part in ("ranks 2, threads_per_rank 1, communication gloo", "memory ", "int8 ", "all_to_all ", "besides "):
+    for part in (
+        "ranks 2, threads per rank 1, communication gloo",
+        "memory ",
+        "int8 ",
+        "a latent of 576 dims",
+        "all_to_all ",
+        "a layer ",
+        "to merge",
+    ):
         assert part in alone
     assert "llama-3-8b: 8.0 B parameters" in planned
     found = json.loads(plan.read_text())
@@ -169,25 +189,36 @@ def test_calibrate_measures_writes_and_plans(tmp_path, capsys):
     assert sorted(os.listdir(tmp_path)) == ["m.json", "plan.json"]
 
 
-def test_calibrate_alone_starts_ranks(tmp_path, monkeypatch):
-    """The command that is started, and what becomes of it; the run itself is the test above."""
+def test_a_pipe_or_device_is_not_replaced(tmp_path, capsys):
+    os.mkfifo(tmp_path / "m.json")
+    assert "m.json is no file; give the name of one" in run(f"plan --calibrate {tmp_path}/m.json", capsys, code=1)
+    assert stat.S_ISFIFO(os.stat(tmp_path / "m.json").st_mode)
+
+
+def test_calibrate_alone_starts_ranks(monkeypatch, capfd):
+    """As torchrun would: each knows its place, and says for itself what is wrong. The run itself is the test above."""
     started = []
+    monkeypatch.setattr(plan_command, "start_ranks", lambda *args: started.append(args) or 3)
+    for line in (["plan", "--calibrate", "a.json"], ["plan", "--calibrate", "a.json", "--gpus", "3"]):
+        assert main(line) == 3
+        assert started.pop() == (3 if "--gpus" in line else 2, line)
+    before = dict(os.environ)
+    assert calibration.start_ranks(2, ["plan", "--calibrate", ""]) == 2
+    assert os.environ == before
+    lines = capfd.readouterr().err.splitlines()
+    assert sorted(lines) == [
+        f"[rank {rank}] megatron-dcp plan: error: argument --calibrate: the path is empty; give the name of a file or "
+        "directory (see --help)"
+        for rank in (0, 1)
+    ]
 
-    class Started(subprocess.Popen):
-        def __init__(self, command, env):
-            started.append((command, env["OMP_NUM_THREADS"]))
-            super().__init__([sys.executable, "-c", "raise SystemExit(3)"])
 
-    monkeypatch.setattr(calibration.subprocess, "Popen", Started)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    line = ["plan", "--calibrate", str(tmp_path / "m.json")]
-    assert main(line) == 3
-    assert main([*line, "--gpus", "3"]) == 3
-    (first, threads), (second, _) = started
-    assert first[1:] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "megatron_dcp",
-                         *line]  # fmt: skip
-    assert second[second.index("--nproc-per-node") + 1] == "3" and second[-2:] == ["--gpus", "3"]
-    assert int(threads) == max(1, len(os.sched_getaffinity(0)) // 2)
+def test_a_rank_for_every_gpu(monkeypatch):
+    assert calibration.ranks_here(5) == 5 and calibration.ranks_here(None) == 2
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert calibration.ranks_here(None) == 4 and calibration.ranks_here(3) == 3
+    with pytest.raises(ValueError, match="--gpus 5 cannot be measured: this machine has 4; leave --gpus out"):
+        calibration.ranks_here(5)
 
 
 def test_one_rank_cannot_tell_what_several_take(tmp_path, capsys):
@@ -195,7 +226,10 @@ def test_one_rank_cannot_tell_what_several_take(tmp_path, capsys):
     save_machine(replace(machine("H100"), ranks=1), path, {})
     assert "Take tp 1" in run(f"plan llama-3-8b --gpu {path} --context 1024", capsys)
     error = run(f"plan llama-3-8b --gpu {path} --gpus 2 --context 1024", capsys, code=1)
-    assert "was measured with one rank, without collectives; measure it with more" in error
+    assert "was measured with one rank, so without collectives; for 2 GPUs measure it with several: `mega" in error
+    (tmp_path / "new.json").write_text("kept")
+    error = run(f"plan llama-3-8b --calibrate {tmp_path}/new.json --gpus 1 --dcp 2 --context 8", capsys, code=1)
+    assert "does not divide the 1 ranks that hold" in error and (tmp_path / "new.json").read_text() == "kept"
 
 
 def test_a_known_model_needs_no_torch():

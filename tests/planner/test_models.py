@@ -127,7 +127,7 @@ def test_unknown_names_are_answered_with_the_closest() -> None:
         known_model("lama-3-7b")
     with pytest.raises(ValueError, match=r"GPU 'H2000' is not known; did you mean H200"):
         machine("H2000")
-    with pytest.raises(ValueError, match=r"GPU 'xyz' is not known; Known are A100-40GB, A100-80GB, H100"):
+    with pytest.raises(ValueError, match=r"GPU 'xyz' is not known; known are A100-40GB, A100-80GB, H100"):
         machine("xyz")
 
 
