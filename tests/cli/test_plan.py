@@ -169,15 +169,8 @@ def test_calibrate_measures_writes_and_plans(tmp_path, capsys):
     assert [out for _, out, _ in second] == ["", "", ""]
     alone, planned = first[0][1], first[1][1]
     assert alone.splitlines()[-1] == f"written to {path}" and "llama" not in alone
-    for part in (
-        "ranks 2, threads per rank 1, communication gloo",
-        "memory ",
-        "int8 ",
-        "a latent of 576 dims",
-        "all_to_all ",
-        "a layer ",
-        "to merge",
-    ):
+    parts = "ranks 2, threads per rank 1, communication gloo", "memory ", "int8 ", "a latent of 576 dims", "all_to_all "
+    for part in (*parts, "a layer ", "to merge"):
         assert part in alone
     assert "llama-3-8b: 8.0 B parameters" in planned
     found = json.loads(plan.read_text())
