@@ -52,6 +52,9 @@ def start_ranks(ranks: int, argv: Sequence[str]) -> int:
             pass
     except multiprocessing.ProcessExitedException as ended:
         return ended.exit_code if ended.exit_code > 0 else 128 - ended.exit_code  # as a shell counts signals
+    finally:
+        for process in started.processes:  # any that still runs is not wanted any more
+            process.terminate()
     return 0
 
 
