@@ -36,7 +36,6 @@ setup(
             "mypy>=1.15",
             "prometheus_client>=0.20",
             "pytest>=8.3",
-            "pytest-xdist>=3.6",
             "ruff>=0.12",
             # torch for GPUs brings it, torch for CPUs does not: the kernels are interpreted and compiled without a GPU.
             "triton>=3.4; platform_system == 'Linux' and platform_machine in 'x86_64 aarch64'",

@@ -31,7 +31,8 @@ else
     newer=$(newer_python)
 fi
 
-# Both lines at the same time, and the older one in two halves: one half alone leaves a core idle for a third of the time.
+# Both lines at the same time: most tests leave a core idle. (More at once take longer: ranks that wait for each other lose
+# their cores to others.)
 newer_log=$(mktemp)
 newer_pid=""
 stop() {
@@ -54,7 +55,7 @@ say "mypy"
 .venv/bin/python -m mypy || status=1
 say "pytest: Python $(.venv/bin/python -c 'import platform, importlib.metadata as m
 print(platform.python_version(), "with Megatron-Core", m.version("megatron-core"))')"
-.venv/bin/python -m pytest --numprocesses 2 --dist loadfile "$@" || status=$?
+.venv/bin/python -m pytest "$@" || status=$?
 
 if [ -n "$newer" ]; then
     newer_status=0
