@@ -38,8 +38,7 @@ class _State:
     replica: ProcessGroup
     driver: int
     created: tuple[ProcessGroup, ...]
-    made_megatron: bool
-    megatron: tuple[ProcessGroup, ...]  # its groups, where this module made them
+    megatron: tuple[ProcessGroup, ...]  # its groups, where this module had them made
     # The default group at the time: another one now means that a caller tore everything down under us.
     world: ProcessGroup | None
 
@@ -107,8 +106,7 @@ def initialize_model_parallel(
     made, created = _make_groups(wanted, table, megatron, timeout, given.get("nccl_communicator_config_path"))
     driver = drivers(table | wanted)[dist.get_rank()]
     _state = _State(
-        parallel=parallel, **made, driver=driver, created=created, made_megatron=not attach, megatron=own_megatron,
-        world=dist.group.WORLD,
+        parallel=parallel, **made, driver=driver, created=created, megatron=own_megatron, world=dist.group.WORLD,
     )  # fmt: skip
 
 
@@ -136,7 +134,7 @@ def destroy_model_parallel(*, destroy_megatron: bool | None = None) -> None:
     state, alive = _state, is_initialized()
     _state = None
     groups = state.created if alive else ()
-    if state.made_megatron if destroy_megatron is None else destroy_megatron:
+    if state.megatron if destroy_megatron is None else destroy_megatron:
         from megatron.core import parallel_state as mpu
 
         mpu.destroy_model_parallel()  # forgets its groups and leaves them, with their threads, to torch

@@ -128,6 +128,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="torch_dist, legacy or Hugging Face checkpoint",
     )
+    add_dtype_argument(parser)
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    """``--dtype``."""
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

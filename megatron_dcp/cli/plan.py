@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int | None:
         _check_outputs(args)
         _write(args, _make(args, machine(args.gpu)))
         return None
-    if "RANK" not in os.environ:
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         ranks = ranks_here(args.gpus)
         _check(args, ranks)
         return start_ranks(ranks, args.argv)

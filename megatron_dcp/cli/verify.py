@@ -40,12 +40,7 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         metavar="DIR",
         help="the checkpoint's Hugging Face twin; transformers runs it in float32 on rank 0",
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="of weights, and of the cache unless --kv-cache-dtype says otherwise (default float32)",
-    )
+    arguments.add_dtype_argument(parser)
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to compare on (default: a short one)")
     prompt.add_argument("--prompt-file", type=arguments.path, metavar="FILE", help="a file with that text")

@@ -103,7 +103,7 @@ class Machine:
         return 1 / _between(points, math.log(rows), extend=False)
 
     def collective_seconds(self, sent: Sent) -> float:
-        """Latency of all calls and time of all bytes: the alpha-beta model."""
+        """Of all calls with all their bytes: measured, or else latency and bandwidth, the alpha-beta model."""
         if sent.ranks == 1 or not sent.calls:
             return 0.0
         if (points := self._measured(sent)) is not None:

@@ -57,13 +57,10 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
 
 def _machine(values: Any) -> Machine:
     own = _checked("machine", values, Machine)
-    own["attention"] = tuple(
-        AttentionRate(**_checked("attention", each, AttentionRate)) for each in _list("attention", own["attention"])
-    )
-    own["collectives"] = tuple(
-        CollectiveRate(**_checked("collectives", each, CollectiveRate))
-        for each in _list("collectives", own["collectives"])
-    )
+    for name, kind in (("attention", AttentionRate), ("collectives", CollectiveRate)):
+        if not isinstance(own[name], list):
+            raise ValueError(f"{name} is no list")
+        own[name] = tuple(kind(**_checked(name, each, kind)) for each in own[name])
     machine = Machine(**own)
     _distinct("attention", [(one.kv_dtype, one.head_dim, one.latent, one.rows) for one in machine.attention])
     _distinct("collectives", [(one.op, one.ranks, one.span, one.bytes) for one in machine.collectives])
@@ -99,12 +96,6 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
     whole = name in _WHOLE
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not low <= value <= high:
         raise ValueError(f"{name} is {value!r:.40}, not a {'whole ' if whole else ''}number from {low:g} to {high:g}")
-
-
-def _list(what: str, values: Any) -> list[Any]:
-    if not isinstance(values, list):
-        raise ValueError(f"{what} is no list")
-    return values
 
 
 def _distinct(what: str, points: list[Any]) -> None:

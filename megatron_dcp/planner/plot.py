@@ -42,22 +42,16 @@ def _memory(axes: Any, plan: Plan, rows: list[Row]) -> None:
         ends = [end + size for end, size in zip(ends, sizes, strict=True)]
     limit = plan.workload.memory_share * plan.machine.memory_bytes / 1e9
     near = max(ends) > limit / 20  # else the bars would be slivers beside it
+    right = limit if near else 0.0
     if near:
         axes.axvline(limit, color="black", linestyle="--", linewidth=1, label=f"usable: {limit:.3g} GB")
     for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
         fits = row.problem is None
         note = f"  {end:.3g} GB" + ("" if fits else ", does not fit")
-        axes.text(
-            max(end, limit if near else 0),
-            place,
-            note,
-            va="center",
-            fontsize="small",
-            color="black" if fits else _MISSED,
-        )
+        axes.text(max(end, right), place, note, va="center", fontsize="small", color="black" if fits else _MISSED)
     axes.set_yticks(places, [_label(plan, row) for row in rows], fontsize="small")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max([limit if near else 0, *ends]))
+    axes.set_xlim(0, 1.3 * max([right, *ends]))
     axes.set_xlabel("GB per GPU")
     axes.set_title("memory" if near else f"memory (usable: {limit:.3g} GB)")
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=3)

@@ -159,7 +159,7 @@ def attention_seconds(model: ModelConfig, candidate: Candidate, machine: Machine
     rate = machine.attention_rate(
         stored if candidate.kv_cache_dtype == "auto" else candidate.kv_cache_dtype,
         shape.head_dim,
-        max(1, shape.heads // shape.kv_heads),
+        shape.heads // shape.kv_heads,
         latent=shape.v_in_k,
     )
     if rate is not None:
