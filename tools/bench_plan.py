@@ -8,7 +8,8 @@ Caches
     positions are not bounded by what it was trained on.
 Prediction
     `megatron_dcp.calibration` measures the machine in each round anew, right before the round's cases, as its speed
-    changes with what else runs on it. It knows nothing of the model.
+    changes with what else runs on it. It knows nothing of the model. The memory's speed in each round is printed: where
+    it differs much, the machine was not the same while it was measured, and the ratios say little.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ def measure_all(world: World, arguments: argparse.Namespace) -> None:
     cases = list(itertools.product(arguments.dcp, arguments.batches, arguments.contexts))
     measured: dict[tuple[int, int, int], list[float]] = {case: [] for case in cases}
     predicted: dict[tuple[int, int, int], list[StepTime]] = {case: [] for case in cases}
+    speeds: list[float] = []
     for number in range(arguments.repeats):
         world.note(f"round {number + 1} of {arguments.repeats}")
         machine = calibrate()
+        speeds.append(machine.memory_bandwidth / 1e9)
         for dcp, batch, context in cases:
             seconds, config = _measure(arguments.checkpoint, dcp, batch, context)
             measured[dcp, batch, context].append(seconds)
@@ -82,7 +85,8 @@ def measure_all(world: World, arguments: argparse.Namespace) -> None:
                 f"{row['predicted_ms']:>12.2f}  {row['ratio']:>5.2f}  {row['weights_ms']:>18.2f}  {row['kv_ms']:.2f}  "
                 f"{row['exchange_ms']:.2f}  {row['overhead_ms']:.2f}"
             )
-        print(json.dumps({"benchmark": "plan", "repeats": arguments.repeats, "rows": rows}))
+        print("memory in each round, GB/s:", ", ".join(f"{speed:.1f}" for speed in speeds))
+        print(json.dumps({"benchmark": "plan", "repeats": arguments.repeats, "memory_gb_s": speeds, "rows": rows}))
 
 
 def _row(case: tuple[int, int, int], measured: list[float], predicted: list[StepTime]) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ LAYERS = (2, 6)
 BATCHES = (1, 8)
 KEYS = 256  # that a rank has of each sequence: more than are gathered for several sequences at once
 STEPS = 40
+REPEATS = 3  # of runs in which ranks share the keys: their speed differs from one set of groups to the next
 
 
 class Overheads(NamedTuple):
@@ -80,12 +82,14 @@ def shared_overheads(clock: Clock, dtype: torch.dtype, machine: Machine) -> tupl
     Args:
         machine: Everything else is known.
     """
-    left = []
-    for layers in LAYERS:
-        measured, predicted = _step(clock, dtype, machine, layers=layers, batch=1, dcp=distributed.get_world_size())
-        left.append(measured - predicted.total)
-    merge = max(0.0, (left[1] - left[0]) / (LAYERS[1] - LAYERS[0]))
-    return max(0.0, left[0] - LAYERS[0] * merge), merge
+    everything: dict[int, list[float]] = {layers: [] for layers in LAYERS}
+    for _ in range(REPEATS):
+        for layers, left in everything.items():
+            measured, predicted = _step(clock, dtype, machine, layers=layers, batch=1, dcp=distributed.get_world_size())
+            left.append(measured - predicted.total)
+    few, many = (median(left) for left in everything.values())
+    merge = max(0.0, (many - few) / (LAYERS[1] - LAYERS[0]))
+    return max(0.0, few - LAYERS[0] * merge), merge
 
 
 def _step(

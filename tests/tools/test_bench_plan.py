@@ -41,7 +41,8 @@ def test_every_case_is_measured_and_predicted() -> None:
     assert second == ""
     *table, last = first.splitlines()
     rows = json.loads(last)["rows"]
-    assert len(table) == 1 + len(rows) == 9
+    assert len(table) == 2 + len(rows) == 10
+    assert len(json.loads(last)["memory_gb_s"]) == 2 and min(json.loads(last)["memory_gb_s"]) > 0
     assert {(row["dcp"], row["batch"], row["context"]) for row in rows} == {
         (dcp, batch, context) for dcp in (1, 2) for batch in (1, 3) for context in (300, 6000)
     }
