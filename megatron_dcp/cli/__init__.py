@@ -1,7 +1,7 @@
 """The command line: ``megatron-dcp COMMAND`` or ``python -m megatron_dcp COMMAND``, under torchrun where it computes.
 
 Exit codes: 0, 1 for an error (one line on stderr from every rank) or a ``verify`` that found a difference, 2 for a
-command line that is not understood, 130 after Ctrl-C.
+command line that is not understood, 130 after Ctrl-C, 141 if nobody reads stdout any more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in COMMANDS:
         sub = command.add_parser(commands)
         sub.add_argument("--debug", action="store_true", help="show the traceback of an error, and library warnings")
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(run=command.run, options=arguments.options_of_parameters(sub))
     return parser
 
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not args.debug:
             warnings.simplefilter("ignore")  # optional packages that Megatron-Core misses, on every rank
         with _startup_on_stderr():
-            return failing_together(lambda: args.run(args), args.command, debug=args.debug)
+            return failing_together(lambda: args.run(args), args.command, debug=args.debug, options=args.options)
 
 
 @contextmanager

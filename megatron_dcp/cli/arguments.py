@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
@@ -20,6 +21,8 @@ from megatron_dcp.config import (
     ParallelConfig,
     PrefillName,
 )
+from megatron_dcp.engine.params import SamplingParams
+from megatron_dcp.model_config import ModelConfig
 
 CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
 
@@ -103,6 +106,21 @@ def new_parser(
         allow_abbrev=False,
     )
     return parser
+
+
+def options_of_parameters(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The options of a command by the parameters that they set, as ``tensor_model_parallel_size``: ``--tp``.
+
+    Without what describes a prompt or a model, which files do too, and without a dtype, of which a model has several.
+    """
+    names = {
+        name.removeprefix("--").replace("-", "_"): action.option_strings[0]
+        for action in parser._actions
+        if action.option_strings and action.nargs != 0
+        for name in (*action.option_strings, action.dest)
+    }
+    others = {field.name for described in (SamplingParams, ModelConfig) for field in fields(described)}
+    return {name: option for name, option in names.items() if name not in others | {"dtype"}}
 
 
 def add_sizes(group: argparse._ActionsContainer, *options: tuple[str, str | None, str, int | None, str]) -> None:

@@ -40,7 +40,11 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
         ("--expert-tp", "--expert-tensor-parallel-size", "N", None, "ranks that split one expert (default: as --tp)"),
     )
     parser.add_argument(
-        "--max-shard-size", type=_size, metavar="SIZE", help="most bytes of a file of --to hf, as 200MB (default 5GB)"
+        "--max-shard-size",
+        type=_size,
+        dest="max_shard_bytes",
+        metavar="SIZE",
+        help="most bytes of a file of --to hf, as 200MB (default 5GB)",
     )
     bridge = parser.add_argument_group("with another converter")
     bridge.add_argument(
@@ -66,11 +70,12 @@ def run(args: argparse.Namespace) -> None:
         "pipeline_model_parallel_size": args.pp,
         "expert_model_parallel_size": args.ep,
         "expert_tensor_parallel_size": args.expert_tp,
-        "max_shard_bytes": args.max_shard_size,
+        "max_shard_bytes": args.max_shard_bytes,
     }
     if args.via == "bridge":
         if given := [name for name, value in sizes.items() if value is not None]:
-            raise ValueError(f"{given[0]} cannot be given to Megatron-Bridge from here; leave it out, or --via bridge")
+            option = args.options[given[0]]
+            raise ValueError(f"{option} cannot be given to Megatron-Bridge from here; leave it out, or --via bridge")
         path = convert_via_bridge(args.src, args.dst, to=args.to, hf_model=args.hf_model)
     else:
         with _bar(show=sys.stderr.isatty()) as progress:

@@ -1,18 +1,25 @@
-"""How a command fails: one line from every rank, no rank left behind, exit code 1 (130 after Ctrl-C)."""
+"""How a command fails: one line from every rank, no rank left behind, exit code 1 (130 after Ctrl-C).
+
+Where the reader of its output has left, as ``head`` does, there is no line, and the exit code is 141.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import select
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 GRACE_S = 5.0
+NOBODY_READS = 128 + signal.SIGPIPE  # as a shell counts it
+_PARAMETER = re.compile(r"(?<![\w.])([a-z_]+)=(?=\S)")
 
 
 class Terminated(BaseException):
@@ -22,11 +29,19 @@ class Terminated(BaseException):
         return "stopped by SIGTERM before it was done"
 
 
-def failing_together(run: Callable[[], int | None], command: str, *, debug: bool) -> int:
-    """Call ``run``, which may return an exit code, and turn what it raises into a line on stderr and an exit code."""
+def failing_together(
+    run: Callable[[], int | None], command: str, *, debug: bool, options: Mapping[str, str] | None = None
+) -> int:
+    """Call ``run``, which may return an exit code, and turn what it raises into a line on stderr and an exit code.
+
+    Args:
+        options: Options of the command by the parameters that they set, for `describe`.
+    """
     with _sigterm_raises():
         try:
-            return run() or 0
+            code = run() or 0
+            print(end="", flush=True)  # not sys.stdout.flush(): there may be no stdout
+            return code
         except KeyboardInterrupt:
             _ignore_signals()
             if debug:
@@ -36,19 +51,45 @@ def failing_together(run: Callable[[], int | None], command: str, *, debug: bool
             return 130
         except (Exception, Terminated) as error:
             _ignore_signals()
+            nobody_reads = isinstance(error, BrokenPipeError) and _nobody_reads()
+            _drop_stdout()
+            if nobody_reads:
+                return NOBODY_READS
             if debug:
                 traceback.print_exc()
-            sys.stderr.write(f"{rank_prefix()}megatron-dcp {command}: error: {describe(error)}\n")
+            sys.stderr.write(f"{rank_prefix()}megatron-dcp {command}: error: {describe(error, options or {})}\n")
             sys.stderr.flush()
             _wait_for_other_ranks()
             return 1
 
 
-def describe(error: BaseException) -> str:
-    """An error in one line: what a user can act on as it is, anything else with its type."""
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe that its reader has closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _drop_stdout() -> None:
+    """Let what stdout still buffers go nowhere if it cannot be written: else the interpreter complains when it ends."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+
+
+def describe(error: BaseException, options: Mapping[str, str]) -> str:
+    """An error in one line: what a user can act on as it is, anything else with its type.
+
+    A parameter that an option sets is called by that: ``--tp 3`` for ``tensor_model_parallel_size=3``.
+    """
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    text = " ".join(str(error).split())
+    text = _PARAMETER.sub(
+        lambda match: f"{options[match[1]]} " if match[1] in options else match[0], " ".join(str(error).split())
+    )
     # By name: an error in the command line is no reason to load torch.
     if isinstance(error, ValueError | Terminated) or type(error).__name__ == "CollectiveError":
         return text

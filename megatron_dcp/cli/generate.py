@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from megatron_dcp.cli import arguments, replicas
@@ -189,16 +189,9 @@ def _write(outputs: list[RequestOutput], output: OutputFile | None, live: bool) 
         try:
             sys.stdout.writelines(lines)
             sys.stdout.flush()
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            _drop_stdout()
             raise ValueError(
                 f"stdout cannot be written: {error.strerror}; send it to where there is room, or use --output"
             ) from error
-
-
-def _drop_stdout() -> None:
-    """Let what stdout still buffers go nowhere: the interpreter flushes it again at its end, and would complain."""
-    with suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

@@ -185,7 +185,7 @@ def _add_pins(parser: argparse.ArgumentParser) -> None:
         ("--kv-interleave", "--kv-interleave-size", "I", CacheConfig.kv_interleave_size, "interleave of the KV cache"),
         ("--block-size", None, "B", CacheConfig.block_size, "tokens of a block on one rank"),
     )
-    group.add_argument("--layout", choices=get_args(DcpLayout), help="how dcp lies to tp")
+    group.add_argument("--layout", "--dcp-layout", choices=get_args(DcpLayout), help="how dcp lies to tp")
     group.add_argument("--exchange", choices=get_args(ExchangeName), help="how partial attention is merged")
 
 

@@ -24,7 +24,7 @@ def advise(plan: Plan) -> str:
     room = plan.workload.memory_share * plan.machine.memory_bytes
     first = (
         f"Take {best.candidate.name}: of {_ms(best.tpot_s)} per token, the largest part is {_PARTS[binds]} "
-        f"({_ms(seconds)}), with {_gb(best.memory.total)} of the {_gb(room)} of a GPU in use."
+        f"({_ms(seconds)}), with {_gb(best.memory.total)} of the {_gb(room)} of a {plan.machine.unit} in use."
     )
     return f"{first} {_next(plan, best)}"
 
@@ -45,16 +45,16 @@ def problems(plan: Plan) -> list[str]:
 
 
 def _next(plan: Plan, best: Row) -> str:
-    other = plan.next_dcp(best)
+    other, unit = plan.next_dcp(best), plan.machine.unit
     if other is None:
-        gpus = f"{plan.gpus} GPU{'s' if plan.gpus > 1 else ''}"
+        gpus = f"{plan.gpus} {unit}{'s' if plan.gpus > 1 else ''}"
         return f"No larger dcp than {best.candidate.dcp} is among the listed configurations of {gpus}."
     more, memory = other.tpot_s - best.tpot_s, other.memory
     time = f"{_ms(abs(more))} {'more' if more >= 0 else 'less'} per token"
     exchange = other.step.exchange - best.step.exchange
     kept = (
         f"weights {_gb(best.memory.weights)} -> {_gb(memory.weights)} and KV {_gb(best.memory.kv)} -> "
-        f"{_gb(memory.kv)} per GPU"
+        f"{_gb(memory.kv)} per {unit}"
     )
     fits = f"room for {other.largest_batch} sequences instead of {best.largest_batch}"
     if other.problem is not None:
@@ -66,7 +66,7 @@ def _next(plan: Plan, best: Row) -> str:
 
 
 def _none_fits(plan: Plan) -> str:
-    work = plan.workload
+    work, unit = plan.workload, plan.machine.unit
     what = f"{work.batch} sequence{'s' if work.batch > 1 else ''} of {work.context} tokens"
     most = max(plan.rows, key=lambda row: row.largest_batch)
     longest = max(plan.rows, key=lambda row: row.largest_context)
@@ -76,9 +76,8 @@ def _none_fits(plan: Plan) -> str:
     elif longest.largest_context:
         text += f" {longest.candidate.name} would hold {longest.largest_context} tokens at this batch."
     else:
-        text += (
-            f" The least that a GPU would need is {_gb(min(row.memory.total for row in plan.rows))}; take more GPUs."
-        )
+        least = min(row.memory.total for row in plan.rows)
+        text += f" The least that a {unit} would need is {_gb(least)}; take more {unit}s."
     return text
 
 

@@ -89,6 +89,11 @@ class Machine:
     drift: float = 0.0
     ranks: int = 0
 
+    @property
+    def unit(self) -> str:
+        """What it has several of: GPUs, or ranks, which on a CPU are processes."""
+        return "rank" if self.ranks else "GPU"
+
     def seconds(self, num_bytes: float, operations: float, dtype: str) -> float:
         """Roofline: what reading and computing take when they overlap."""
         return max(num_bytes / self.memory_bandwidth, operations / self.flops[dtype])

@@ -52,7 +52,7 @@ def _memory(axes: Any, plan: Plan, rows: list[Row]) -> None:
     axes.set_yticks(places, [_label(plan, row) for row in rows], fontsize="small")
     axes.invert_yaxis()
     axes.set_xlim(0, 1.3 * max([right, *ends]))
-    axes.set_xlabel("GB per GPU")
+    axes.set_xlabel(f"GB per {plan.machine.unit}")
     axes.set_title("memory" if near else f"memory (usable: {limit:.3g} GB)")
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.4, -0.1), ncols=3)
 
@@ -60,7 +60,7 @@ def _memory(axes: Any, plan: Plan, rows: list[Row]) -> None:
 def _frontier(axes: Any, plan: Plan, rows: list[Row]) -> None:
     axes.set_title("throughput and interactivity (numbers: sequences in all)")
     axes.set_xlabel("interactivity: tokens/s of one sequence")
-    axes.set_ylabel("throughput: tokens/s per GPU")
+    axes.set_ylabel(f"throughput: tokens/s per {plan.machine.unit}")
     if not rows:
         axes.text(0.5, 0.5, "nothing fits", ha="center", va="center", transform=axes.transAxes)
         axes.set_xticks([])

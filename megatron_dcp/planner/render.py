@@ -14,7 +14,7 @@ from megatron_dcp.planner.weights import count_parameters
 _COLUMNS = (
     ("configuration", ""), ("weights", "GB"), ("KV", "GB"), ("copies", ""), ("rest", "GB"), ("used", "%"),
     ("batch", "most"), ("context", "most"), ("exchange", "KB/tok/layer"), ("calls", "/layer"), ("TTFT", "s"),
-    ("TPOT", "ms"), ("per user", "tok/s"), ("per GPU", "tok/s"), ("binds", ""),
+    ("TPOT", "ms"), ("per user", "tok/s"), ("per {unit}", "tok/s"), ("binds", ""),
 )  # fmt: skip
 
 _PRODUCTS = ("float32", "bfloat16")
@@ -164,7 +164,7 @@ def _head(plan: Plan) -> list[str]:
 
 def _table(plan: Plan, rows: list[Row]) -> list[str]:
     cells = [_cells(plan, row) for row in rows]
-    head = [[name for name, _ in _COLUMNS], [unit for _, unit in _COLUMNS]]
+    head = [[name.format(unit=plan.machine.unit) for name, _ in _COLUMNS], [unit for _, unit in _COLUMNS]]
     widths = [max(map(len, column)) for column in zip(*head, *cells, strict=True)]
 
     def line(row: list[str]) -> str:

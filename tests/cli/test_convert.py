@@ -54,12 +54,12 @@ def test_bar_of_bytes_on_a_terminal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--to torch_dist --tp 2", "tensor_model_parallel_size=2 says nothing for to='torch_dist'.* loaded at any"),
-        ("--to hf --ep 2", "expert_model_parallel_size=2 says nothing for to='hf'"),
-        ("--to legacy --tp 3", "tensor_model_parallel_size=3 does not fit"),
-        ("--to legacy --max-shard-size 1GB", "max_shard_bytes=1000000000 is for to='hf'"),
+        ("--to torch_dist --tp 2", "--tp 2 says nothing for --to 'torch_dist'.* loaded at any"),
+        ("--to hf --ep 2", "--ep 2 says nothing for --to 'hf'"),
+        ("--to legacy --tp 3", "--tp 3 does not fit"),
+        ("--to legacy --max-shard-size 1GB", "--max-shard-size 1000000000 is for --to 'hf'"),
         ("--to torch_dist --via bridge", "pip install megatron-bridge"),
-        ("--to torch_dist --via bridge --tp 2", "tensor_model_parallel_size cannot be given to Megatron-Bridge"),
+        ("--to torch_dist --via bridge --tp 2", "--tp cannot be given to Megatron-Bridge"),
         ("--to hf --hf-model x", "--hf-model is for --via bridge"),
     ],
 )

@@ -34,6 +34,41 @@ def test_an_error_is_one_line_and_exit_code_1(error, line, capsys):
     assert capsys.readouterr() == ("", f"megatron-dcp generate: error: {line}\n")
 
 
+def test_parameters_are_told_by_the_options_that_set_them():
+    error = ValueError("tp_size=3 does not divide layout='x', cp=2, a.tp_size=3; use tp_size=1 (n_tp_size=4)")
+    told = failure.describe(error, {"tp_size": "--tp", "layout": "--layout"})
+    assert told == "--tp 3 does not divide --layout 'x', cp=2, a.tp_size=3; use --tp 1 (n_tp_size=4)"
+
+
+PRINT = """
+import sys
+from megatron_dcp.cli.failure import failing_together
+sys.exit(failing_together(lambda: print("x" * int(sys.argv[1])), "plan", debug=False))
+"""
+
+
+@pytest.mark.parametrize("count", [9, 1 << 20])  # fewer and more characters than are buffered
+def test_output_that_nobody_reads_is_no_error(count):
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([sys.executable, "-c", PRINT, str(count)], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("count", [9, 1 << 20])
+def test_output_for_which_there_is_no_room_is_one(count):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", PRINT, str(count)], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "No space left" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_without_stdout_a_command_does_its_work():
+    command = ["sh", "-c", 'exec "$0" -c "$1" 9 >&-', sys.executable, PRINT]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_debug_adds_the_traceback(capsys):
     assert failure.failing_together(fail_with(KeyError("x")), "convert", debug=True) == 1
     error = capsys.readouterr().err

@@ -77,12 +77,12 @@ def test_wrong_usage_exits_with_2_and_says_why(line, capsys):
         ("--tp 2 --dcp 3", "--tp 2 x --dcp 3 takes 6 processes, but 1 was started.*torchrun --nproc-per-node 6 -m"),
         ("--tp 2 --dcp 3 --pp 2", "--tp 2 x --dcp 3 x --pp 2 takes 12 processes, but 1 was started"),
         ("--tp 4 --dcp 2 --dcp-layout within_tp", r"--tp 4 \(--dcp within it\) takes 4 processes"),
-        ("--tp 3 --dcp 2 --dcp-layout within_tp", "decode_context_parallel_size=2 does not divide.*use one of 1, 3"),
+        ("--tp 3 --dcp 2 --dcp-layout within_tp", "--dcp 2 does not divide --tp 3.*use one of 1, 3"),
         (
             "--block-size 6 --kv-interleave 4",
-            "kv_interleave_size=4 does not divide block_size=6; use one of 1, 2, 3, 6",
+            "--kv-interleave 4 does not divide --block-size 6; use one of 1, 2, 3, 6",
         ),
-        ("--tp 2 --dcp 2 --dcp-layout within_tp --exchange fold", "exchange='fold'"),
+        ("--tp 2 --dcp 2 --dcp-layout within_tp --exchange fold", "--exchange 'fold' adds"),
     ],
 )
 def test_sizes_that_do_not_fit_are_one_line_and_1(line, message, capsys, monkeypatch):

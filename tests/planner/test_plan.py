@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,13 @@ def test_two_sentences_say_what_binds_and_what_more_dcp_would_cost() -> None:
     assert "weights 18.2 GB -> 36.4 GB" in second
     short = plan("qwen2.5-72b", context=1024, batch=8)
     assert binding(short.best.step)[0] == "weights"  # type: ignore[union-attr]
+
+
+def test_a_measured_machine_has_ranks() -> None:
+    found = plan("llama-3-8b", gpus=2, context=1024)
+    found = replace(found, machine=replace(found.machine, ranks=2))
+    text = render(found, 5)
+    assert "per rank" in text and "of a rank in use" in text and "GPU" not in text.replace(found.machine.name, "")
 
 
 def test_no_larger_dcp() -> None:
