@@ -38,6 +38,7 @@ class KVMoment(NamedTuple):
         shared_blocks: Blocks that sequences have of each other: so many are in ``lengths`` more than once.
         held_blocks: Blocks of the pool that running sequences hold.
         num_blocks: Blocks of the pool.
+        window_held: Of the blocks of layers with a sliding window, by running sequences; ``None``: no such layers.
         waiting: Sequences that wait.
     """
 
@@ -46,6 +47,7 @@ class KVMoment(NamedTuple):
     shared_blocks: int
     held_blocks: int
     num_blocks: int
+    window_held: float | None
     waiting: int
 
 
@@ -203,13 +205,14 @@ def _moment(scheduler: Scheduler, step: Any, clock: Clock) -> KVMoment:
         for request, seq in zip(step.requests, step.batch.seqs, strict=True)
     }
     blocks = sum(len(scheduler.pool.table(request.index)) for request in scheduler.running)
-    held = scheduler.used_tokens // scheduler.block_tokens
+    held, window = scheduler.used_tokens // scheduler.block_tokens, scheduler.window
     return KVMoment(
         time_s=time.perf_counter() - clock.origin,
         lengths=tuple(ends.get(request.index, request.num_computed) for request in scheduler.running),
         shared_blocks=blocks - held,
         held_blocks=held,
         num_blocks=scheduler.pool.num_blocks,
+        window_held=None if window is None else 1 - window.num_available / window.pool.num_blocks,
         waiting=scheduler.num_waiting,
     )
 

@@ -41,9 +41,16 @@ def page_data(report: ProfileReport) -> dict[str, Any]:
         "phases": [_phase(each, report.cost_share(each.phase)) for each in report.phases],
         "ranks": [_rank(run, of_rank) for run, of_rank in zip(report.runs, steps, strict=True)],
         "kv": [
-            [_ms(point.time_s), round(point.held, 4), [round(each, 4) for each in point.fill], point.waiting]
+            [
+                _ms(point.time_s),
+                round(point.held, 4),
+                [round(each, 4) for each in point.fill],
+                point.waiting,
+                round(point.window_held or 0.0, 4),
+            ]  # fmt: skip
             for point in report.kv[:MAX_STEPS]
         ],
+        "windows": any(point.window_held is not None for point in report.kv),
         "end": _ms(end),
         "notes": " ".join(notes),
     }

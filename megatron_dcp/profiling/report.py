@@ -144,12 +144,14 @@ class KVPoint(NamedTuple):
         held: Of the blocks, by running sequences.
         fill: Of each DCP rank's slots, with a token in them.
         waiting: Sequences that wait.
+        window_held: Of the blocks of layers with a sliding window, by running sequences; ``None``: no such layers.
     """
 
     time_s: float
     held: float
     fill: tuple[float, ...]
     waiting: int
+    window_held: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +272,9 @@ def _kv_lines(report: ProfileReport) -> list[str]:
         return []
     fullest = max(report.kv, key=lambda point: point.held)
     fill = ", ".join(f"{max(point.fill[rank] for point in report.kv):.0%}" for rank in range(len(fullest.fill)))
+    in_windows = max((point.window_held for point in report.kv if point.window_held is not None), default=None)
+    windows = "" if in_windows is None else f" ({in_windows:.0%} of the windows' own)"
     return [
-        f"KV pool: at most {fullest.held:.0%} of the blocks held; slots filled by dcp rank: {fill}; "
+        f"KV pool: at most {fullest.held:.0%} of the blocks held{windows}; slots filled by dcp rank: {fill}; "
         f"preemptions: {report.preemptions}; prefix hits {report.prefix_hits:.0%} of the prompt tokens"
     ]

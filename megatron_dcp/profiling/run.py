@@ -114,7 +114,8 @@ def _point(moment: KVMoment, layout: KVLayout) -> KVPoint:
         (sum(layout.local_length(length, rank) for length in moment.lengths) - twice) / slots
         for rank in range(layout.dcp_size)
     )
-    return KVPoint(moment.time_s, moment.held_blocks / moment.num_blocks, fill, moment.waiting)
+    held = moment.held_blocks / moment.num_blocks
+    return KVPoint(moment.time_s, held, fill, moment.waiting, moment.window_held)
 
 
 def shareable_tokens(prompts: Sequence[Sequence[int]]) -> int:

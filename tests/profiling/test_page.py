@@ -40,13 +40,15 @@ def steps_of(rank, count):
         yield step(number, phase="decode" if number else "prefill", attention=0.002 + 0.001 * rank)
 
 
-def report(ranks=3, steps=5):
+def report(ranks=3, steps=5, window_held=None):
     runs = tuple(RankRun(rank, rank, 0, rank == 0, list(steps_of(rank, steps))) for rank in range(ranks))
     return ProfileReport(
         settings={"model": HOSTILE, "ranks": "dcp 3"},
         phases=tuple(each for phase in PHASES if (each := phase_report(phase, runs)) is not None),
         runs=runs,
-        kv=tuple(KVPoint(0.01 * i, 0.2 * i, tuple(0.1 * i for _ in range(ranks)), 0) for i in range(steps)),
+        kv=tuple(
+            KVPoint(0.01 * i, 0.2 * i, tuple(0.1 * i for _ in range(ranks)), 0, window_held) for i in range(steps)
+        ),
         mark_s=1e-6,
         preemptions=1,
         prefix_hits=0.25,
@@ -83,6 +85,8 @@ def test_waiting_for_the_driver_is_no_communication_of_the_model():
 
 def test_the_report_for_a_person_and_for_a_program():
     text = str(report())
+    assert "at most 80% of the blocks held;" in text
+    assert "at most 80% of the blocks held (75% of the windows' own);" in str(report(window_held=0.75))
     assert "decode: 4 steps, 8 tokens, 0.024 s" in text and "slowest rank 2" in text and "preemptions: 1" in text
     found = json.loads(json.dumps(report().to_dict(), allow_nan=False))
     assert [each["phase"] for each in found["phases"]] == ["prefill", "decode"]
@@ -135,10 +139,10 @@ def browser():
     return found
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_in_a_browser_it_runs_without_an_error_and_has_a_row_per_rank(browser, tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "window_held"), [(1, 0.75), (3, None)])
+def test_in_a_browser_it_runs_without_an_error_and_has_a_row_per_rank(browser, tmp_path, ranks, window_held):
     path = tmp_path / "page.html"
-    path.write_text(page(report(ranks=ranks)), encoding="utf-8")
+    path.write_text(page(report(ranks=ranks, window_held=window_held)), encoding="utf-8")
     done = subprocess.run(
         [
             browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'user'}",
@@ -150,5 +154,6 @@ def test_in_a_browser_it_runs_without_an_error_and_has_a_row_per_rank(browser, t
     assert "CONSOLE" not in done.stderr, done.stderr
     assert len(re.findall(r'class="row rank"', done.stdout)) == ranks
     assert done.stdout.count("<canvas") == ranks + 2
+    assert done.stdout.count("<span>the same of layers with a sliding window</span>") == (window_held is not None)
     assert "Preemptions: 1; 25% of the prompt tokens" in done.stdout  # the last thing that its script writes
     assert "&lt;/script&gt;" in done.stdout

@@ -91,6 +91,7 @@ def test_dense_layers_over_dcp():
     moments = by_rank[0][1]
     assert [moment.lengths for moment in moments] == [(40 + i, 3 + i) for i in range(NEW)]
     assert all(moment.num_blocks == 20 and moment.shared_blocks == 0 for moment in moments)
+    assert all(moment.window_held is None for moment in moments)
     assert moments[0].held_blocks == 5 + 1 and moments[-1].held_blocks == 6 + 1
     assert by_rank[1][1] == []
 
@@ -130,8 +131,9 @@ def test_latents_experts_and_windows_are_kinds_of_their_own():
         assert kinds_of(steps) == {"MLA", "experts", "dense FFN", "embedding", "logits", "engine"}
         assert seconds(steps, "MLA", "attention") > 0 and seconds(steps, "MLA", "communication") > 0
         assert seconds(steps, "experts", "gemm") > 0
-    ((steps, *_),) = run_on_ranks(1, measured_run, tiny_model("gemma3_text"), {})
+    ((steps, moments, *_),) = run_on_ranks(1, measured_run, tiny_model("gemma3_text"), {})
     assert {"windows", "full attention"} <= kinds_of(steps)
+    assert all(0 < moment.window_held <= 1 for moment in moments)
 
 
 def test_stages_wait_for_each_other():
