@@ -13,20 +13,25 @@ from megatron_dcp.cache.pool import KVPool, SlotOrder
 from megatron_dcp.calibration.clock import Clock
 from megatron_dcp.comm.collectives import all_gather
 from megatron_dcp.engine.runner import KV_DTYPES
-from megatron_dcp.planner.machine import AttentionRate
+from megatron_dcp.planner.machine import AttentionRate, ChunkRate
 
 BLOCK = 64
+CHUNK_ROWS = 4  # query heads of a KV head
 
 
 class _Sizes(NamedTuple):
-    """Bytes that keys and values take in fp32, dealt out over layers: more than the device's caches hold."""
+    """Bytes that keys and values take in fp32, dealt out over layers: more than the device's caches hold. And tokens of
+    a prompt's chunk, with the keys that its last one sees.
+    """
 
     kv_bytes: int
     layers: int
+    chunk: int
+    chunk_keys: int
 
 
-_ON_CPU = _Sizes(kv_bytes=96 << 20, layers=3)
-_ON_GPU = _Sizes(kv_bytes=8 << 30, layers=4)
+_ON_CPU = _Sizes(kv_bytes=96 << 20, layers=3, chunk=512, chunk_keys=4096)
+_ON_GPU = _Sizes(kv_bytes=8 << 30, layers=4, chunk=2048, chunk_keys=16384)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +69,21 @@ def attention_rates(clock: Clock) -> Iterator[AttentionRate]:
                     yield replace(rate, kv_dtype="float16")
 
 
+def chunk_rates(clock: Clock) -> Iterator[ChunkRate]:
+    """Of a chunk of a prompt, at the end of many keys: most of them every token sees."""
+    sizes = _sizes(clock.device)
+    mean = sizes.chunk_keys - (sizes.chunk - 1) / 2
+    for dtype in ("float32", "bfloat16"):
+        for shape in _SHAPES:
+            if shape.latent:  # expanded for a chunk, to keys and values like the others
+                continue
+            cache = _Cache(clock.device, shape, dtype, query_dtype=dtype)
+            call = cache.attention(CHUNK_ROWS, blocks=sizes.chunk_keys // BLOCK, tokens=sizes.chunk)
+            operations = 2 * sizes.chunk * mean * CHUNK_ROWS * shape.kv_heads * (shape.head_dim + shape.v_dim)
+            seconds = clock.seconds(call, aim_s=0.1)
+            yield ChunkRate(dtype=dtype, head_dim=shape.head_dim, flops=cache.layers * operations / seconds)
+
+
 def imbalance(clock: Clock) -> float:
     """How much longer the slowest rank attends to a layer than a rank that nobody waits for; 1 if no longer.
 
@@ -81,13 +101,17 @@ def imbalance(clock: Clock) -> float:
     return max(1.0, together / alone) if alone > 0 else 1.0
 
 
+def _sizes(device: torch.device) -> _Sizes:
+    return _ON_GPU if device.type == "cuda" else _ON_CPU
+
+
 class _Cache:
     """Keys and values of some layers, all slots written: memory that never was is not read from memory."""
 
-    def __init__(self, device: torch.device, shape: _Shape, kv_dtype: str) -> None:
+    def __init__(self, device: torch.device, shape: _Shape, kv_dtype: str, query_dtype: str | None = None) -> None:
         self.device, self.shape, self.dtype = device, shape, KV_DTYPES[kv_dtype]
-        self.query_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        sizes = _ON_GPU if device.type == "cuda" else _ON_CPU
+        own = "bfloat16" if device.type == "cuda" else "float32"
+        self.query_dtype, sizes = getattr(torch, query_dtype or own), _sizes(device)
         key_bytes = 4 * shape.kv_heads * (shape.head_dim if shape.latent else shape.head_dim + shape.v_dim)
         self.layers, self.blocks = sizes.layers, sizes.kv_bytes // (sizes.layers * key_bytes * BLOCK)
         if device.type == "cpu" and (kv_dtype != "float32" or shape.latent):
@@ -101,13 +125,14 @@ class _Cache:
         return self.layers * self.blocks * BLOCK * self._pool.bytes_per_key
 
     def attention(
-        self, rows: int, *, blocks: int | None = None, after: Callable[[], object] | None = None
+        self, rows: int, *, blocks: int | None = None, tokens: int = 1, after: Callable[[], object] | None = None
     ) -> Callable[[], None]:
-        """A call that attends with one query to the keys of every layer.
+        """A call that attends to the keys of every layer.
 
         Args:
             rows: Query heads of a KV head.
             blocks: Of a layer; ``None``: all.
+            tokens: Queries, the last ones of the sequence.
             after: Called after each layer.
         """
         shape = self.shape
@@ -118,8 +143,9 @@ class _Cache:
         attention = choose_backend("auto", spec)
         pool = self._filled(attention.backend.pool_order)
         count = blocks or self.blocks
-        plan = attention.plan(AttentionBatch((1,), (count * BLOCK,), (tuple(range(count)),), BLOCK))
-        query = torch.randn(1, spec.heads, shape.head_dim, device=self.device).to(self.query_dtype)
+        visible = tuple(range(count * BLOCK - tokens + 1, count * BLOCK + 1))
+        plan = attention.plan(AttentionBatch((tokens,), visible, (tuple(range(count)),), BLOCK))
+        query = torch.randn(tokens, spec.heads, shape.head_dim, device=self.device).to(self.query_dtype)
 
         def attend() -> None:
             for layer in range(self.layers):

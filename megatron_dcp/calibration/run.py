@@ -15,10 +15,10 @@ from torch import distributed
 
 from megatron_dcp import parallel_state
 from megatron_dcp._cpu import default_device
-from megatron_dcp.calibration.attention import attention_rates, imbalance
+from megatron_dcp.calibration.attention import attention_rates, chunk_rates, imbalance
 from megatron_dcp.calibration.clock import Clock
 from megatron_dcp.calibration.rates import collective_rates, groups_of_world, memory_bandwidth, product_rate
-from megatron_dcp.calibration.steps import overheads, shared_overheads
+from megatron_dcp.calibration.steps import activations, overheads, shared_overheads
 from megatron_dcp.comm.collectives import gather_objects
 from megatron_dcp.planner.machine import CollectiveRate, Machine, num_steps
 
@@ -46,7 +46,7 @@ def calibrate() -> Machine:
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     flops = {name: product_rate(clock, getattr(torch, name)) for name in ("float32", "bfloat16")}
     memory = memory_bandwidth(clock, dtype)
-    attention = tuple(attention_rates(clock))
+    attention, chunks = tuple(attention_rates(clock)), tuple(chunk_rates(clock))
     groups = groups_of_world()
     try:
         collectives = tuple(collective_rates(clock, groups))
@@ -73,6 +73,7 @@ def calibrate() -> Machine:
         layer_s=0.0,
         step_s=0.0,
         attention=attention,
+        chunks=chunks,
         imbalance=imbalance(clock),
         collectives=collectives,
         ranks=world,
@@ -81,6 +82,7 @@ def calibrate() -> Machine:
     if world > 1:
         followers, merge = shared_overheads(clock, dtype, machine)
         machine = replace(machine, followers_s=followers, merge_s=merge)
+    machine = replace(machine, activations=activations(clock, dtype, machine))
     again = memory_bandwidth(clock, dtype)
     return replace(machine, drift=max(memory, again) / min(memory, again) - 1)
 

@@ -28,6 +28,21 @@ class AttentionRate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ChunkRate:
+    """How fast a prompt's chunk attends to many keys, measured.
+
+    Attributes:
+        dtype: What it is computed in.
+        head_dim: Dim of the keys.
+        flops: Operations per second, an addition and a multiplication being two.
+    """
+
+    dtype: str
+    head_dim: int
+    flops: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveRate:
     """How long one collective takes, measured. Fields as in `Sent`; ``bytes`` are those that a rank sends."""
 
@@ -61,7 +76,10 @@ class Machine:
         followers_s: What a step takes more where the replica has several ranks, which its driver tells what to do.
         merge_s: What a layer takes more where partials are merged: the kernels, not the collectives themselves.
         imbalance: How much longer the slowest rank attends where ranks wait for each other after every layer.
+        activations: How often the outputs of a layer's products are read or written beside the products, by the norms,
+            rotations and activation functions that the tokens of a chunk go through.
         attention: Rates of attention; empty: those of ``memory_bandwidth`` and ``flops``.
+        chunks: Rates of a chunk's attention; empty: that of ``flops``.
         collectives: Times of collectives; where none fits, those of ``collective_s`` and the fields after it.
         drift: How much faster the memory was at the end of the measurement than at its start, or slower.
         ranks: How many ranks measured; 0: a data sheet.
@@ -84,7 +102,9 @@ class Machine:
     followers_s: float = 0.0
     merge_s: float = 0.0
     imbalance: float = 1.0
+    activations: float = 0.0
     attention: tuple[AttentionRate, ...] = ()
+    chunks: tuple[ChunkRate, ...] = ()
     collectives: tuple[CollectiveRate, ...] = ()
     drift: float = 0.0
     ranks: int = 0
@@ -103,9 +123,14 @@ class Machine:
         alike = [one for one in self.attention if one.kv_dtype == kv_dtype and one.latent == latent]
         if not alike:
             return None
-        near = min((one.head_dim for one in alike), key=lambda dim: abs(math.log(dim / head_dim)))
+        near = _nearest((one.head_dim for one in alike), head_dim)
         points = [(math.log(one.rows), 1 / one.bytes_per_s) for one in alike if one.head_dim == near]
         return 1 / _between(points, math.log(rows), extend=False)
+
+    def chunk_flops(self, dtype: str, head_dim: int) -> float:
+        """Operations per second of a chunk's attention, at the nearest head dim."""
+        rates = {one.head_dim: one.flops for one in self.chunks if one.dtype == dtype}
+        return rates[_nearest(rates, head_dim)] if rates else self.flops[dtype]
 
     def collective_seconds(self, sent: Sent) -> float:
         """Of all calls with all their bytes: measured, or else latency and bandwidth, the alpha-beta model."""
@@ -124,7 +149,7 @@ class Machine:
         alike = [one for one in self.collectives if one.op == op and one.ranks == sent.ranks]
         if not alike:
             return None
-        near = min((one.span for one in alike), key=lambda span: abs(math.log(span / sent.span)))
+        near = _nearest((one.span for one in alike), sent.span)
         return [(one.bytes, one.seconds) for one in alike if one.span == near]
 
 
@@ -171,6 +196,11 @@ def num_steps(op: str, ranks: int) -> int:
     if op == "all_reduce":
         return 2 * math.ceil(math.log2(ranks))
     return ranks - 1 if op in ("all_gather", "reduce_scatter", "ring") else 1
+
+
+def _nearest(sizes: Iterable[int], size: int) -> int:
+    """By their ratio to it."""
+    return min(sizes, key=lambda one: abs(math.log(one / size)))
 
 
 def _between(points: Iterable[tuple[float, float]], x: float, *, extend: bool) -> float:

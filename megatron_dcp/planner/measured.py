@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from megatron_dcp.config import KVCacheDtype
-from megatron_dcp.planner.machine import AttentionRate, CollectiveRate, Machine
+from megatron_dcp.planner.machine import AttentionRate, ChunkRate, CollectiveRate, Machine
 
 FORMAT = "megatron_dcp machine 1"
 MOST_BYTES = 16 << 20  # of a file that is worth reading
@@ -57,12 +57,13 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
 
 def _machine(values: Any) -> Machine:
     own = _checked("machine", values, Machine)
-    for name, kind in (("attention", AttentionRate), ("collectives", CollectiveRate)):
+    for name, kind in _LISTS.items():
         if not isinstance(own[name], list):
             raise ValueError(f"{name} is no list")
         own[name] = tuple(kind(**_checked(name, each, kind)) for each in own[name])
     machine = Machine(**own)
     _distinct("attention", [(one.kv_dtype, one.head_dim, one.latent, one.rows) for one in machine.attention])
+    _distinct("chunks", [(one.dtype, one.head_dim) for one in machine.chunks])
     _distinct("collectives", [(one.op, one.ranks, one.span, one.bytes) for one in machine.collectives])
     return machine
 
@@ -76,7 +77,7 @@ def _checked(what: str, values: Any, kind: type) -> dict[str, Any]:
             f"{what} lacks {missing[0]}" if missing else f"{what} has more than {', '.join(sorted(names))}"
         )
     for name, value in values.items():
-        if name == "flops":
+        if name == "flops" and kind is Machine:
             if not isinstance(value, dict) or set(value) != {"float32", "bfloat16", "fp8"}:
                 raise ValueError("flops are to be those of float32, bfloat16 and fp8")
             for dtype, rate in value.items():
@@ -87,7 +88,7 @@ def _checked(what: str, values: Any, kind: type) -> dict[str, Any]:
         elif name == "name":
             if not isinstance(value, str) or not value.isprintable() or len(value) > 200:
                 raise ValueError("name is no line of text")
-        elif name not in ("attention", "collectives"):
+        elif name not in _LISTS:
             _check_number(name, value, *_BOUNDS.get(name, _TIME))
     return dict(values)
 
@@ -103,10 +104,13 @@ def _distinct(what: str, points: list[Any]) -> None:
         raise ValueError(f"{what} has two rates of the same")
 
 
+_LISTS = {"attention": AttentionRate, "chunks": ChunkRate, "collectives": CollectiveRate}
 _TIME, _RATE, _COUNT = (0, 1e6), (1, 1e24), (1, 1e6)
 _WHOLE = ("ranks", "span", "link_gpus", "rows", "head_dim")
 _BOUNDS = {
-    **dict.fromkeys(("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "bytes_per_s"), _RATE),
+    **dict.fromkeys(
+        ("memory_bytes", "memory_bandwidth", "link_bandwidth", "network_bandwidth", "bytes_per_s", "flops"), _RATE
+    ),
     **dict.fromkeys(_WHOLE, _COUNT),
     "bytes": _RATE,
     "seconds": (1e-12, 1e6),
@@ -114,6 +118,7 @@ _BOUNDS = {
 }
 _CHOICES = {
     "kv_dtype": get_args(KVCacheDtype)[1:],  # all but auto
+    "dtype": ("float32", "bfloat16"),
     "op": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "ring"),
     "latent": (True, False),
 }

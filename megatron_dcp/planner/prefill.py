@@ -10,8 +10,10 @@ from megatron_dcp.planner.memory import attention_shape, kv_layout, latent_shape
 from megatron_dcp.planner.timing import (
     attention_products,
     layer_kinds,
+    layer_overhead,
     layer_seconds,
     split_seconds,
+    step_overhead,
 )
 from megatron_dcp.planner.weights import itemsize, layer_weights, products_in
 
@@ -41,7 +43,7 @@ def prefill_seconds(
                 own = -(-tokens // striped)
                 steady[key] = _products(model, candidate, machine, dtype, tokens, own, experts=experts)
             seconds += count * layers * (steady[key] + attention.seconds(start, tokens, window=window))
-        seconds += count * machine.step_s
+        seconds += count * step_overhead(candidate, machine, batch=1)
     return seconds
 
 
@@ -53,16 +55,21 @@ def _products(
     layer = layer_weights(model, parallel, experts=experts)
     gathered = parallel.expert_model_parallel_size * parallel.expert_tp > candidate.tp and own < tokens
     seconds = layer_seconds(model, layer, machine, dtype, products, tokens=own)
+    outputs = float(own * layer.outputs)
     hidden = own * model.hidden_size * itemsize(dtype)
     sent = [Groups(candidate=candidate).all_reduce("output", "tp", hidden)]
-    if experts and model.moe is not None and gathered:
-        pairs = (tokens - own) * model.moe.moe_router_topk / model.moe.num_experts * layer.experts
-        seconds += 2 * pairs * layer.expert / machine.flops[products]
-        sent.append(Groups(candidate=candidate).all_gather("tokens", "dcp", hidden))
+    if experts and model.moe is not None:
+        pairs = model.moe.moe_router_topk / model.moe.num_experts * layer.experts  # for each token
+        outputs += (tokens if gathered else own) * pairs * layer.expert_outputs
+        if gathered:
+            seconds += 2 * (tokens - own) * pairs * layer.expert / machine.flops[products]
+            sent.append(Groups(candidate=candidate).all_gather("tokens", "dcp", hidden))
+    seconds += machine.activations * outputs * itemsize(dtype) / machine.memory_bandwidth
     sent += ffn_traffic(model, candidate, dtype, tokens if experts and gathered else own, experts=experts)
     if candidate.layout == "within_tp":  # every rank has every token: queries and partials travel as in decode
         seconds += split_seconds(machine, attention_traffic(model, candidate, dtype, own))[0]
-    return seconds + sum(map(machine.collective_seconds, sent)) + machine.layer_s
+    seconds += sum(map(machine.collective_seconds, sent)) + layer_overhead(machine, batch=1)
+    return seconds + (machine.merge_s if candidate.dcp > 1 else 0.0)
 
 
 class _Attention:
@@ -72,7 +79,7 @@ class _Attention:
         self.model, self.candidate, self.machine = model, candidate, machine
         self.shape, self.latent = attention_shape(model, candidate), latent_shape(model, candidate)
         self.sizes, self.layout = stripe_sizes(model, candidate, dtype), kv_layout(candidate)
-        self.flops = machine.flops[attention_products(dtype)]
+        self.flops = machine.chunk_flops(attention_products(dtype), self.shape.head_dim)
 
     def seconds(self, start: int, tokens: int, *, window: bool) -> float:
         """Of ``tokens`` tokens from position ``start`` on."""

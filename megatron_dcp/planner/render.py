@@ -47,6 +47,7 @@ def render_machine(machine: Machine, about: dict[str, Any]) -> str:
         f"memory       {_rate(machine.memory_bandwidth, 'B/s')} of weights; {machine.memory_bytes / 1e9:.1f} GB a rank",
         "products     " + ", ".join(f"{_rate(machine.flops[name], 'FLOP/s')} in {name}" for name in _PRODUCTS),
         *_attention_lines(machine),
+        *_chunk_lines(machine),
         *_collective_lines(machine),
         "a step       " + _times(("alone", machine.step_s), ("a sequence", machine.sequence_s)),
         "a layer      " + _times(("alone", machine.layer_s), ("a sequence", machine.layer_sequence_s)),
@@ -75,6 +76,17 @@ def _attention_lines(machine: Machine) -> list[str]:
         for dtype in dict.fromkeys(one.kv_dtype for one in machine.attention):
             rates = [one for one in machine.attention if (one.kv_dtype, one.head_dim) == (dtype, dim)]
             lines.append(f"  {dtype:<10} " + ", ".join(f"{one.rows}: {_rate(one.bytes_per_s, 'B/s')}" for one in rates))
+    return lines
+
+
+def _chunk_lines(machine: Machine) -> list[str]:
+    """Rates of a prompt's chunk, a line for each dtype."""
+    lines = [
+        f"a chunk      its activations are passed over {machine.activations:.1f} times; attention, by dims of a key:"
+    ]
+    for dtype in dict.fromkeys(one.dtype for one in machine.chunks):
+        rates = [one for one in machine.chunks if one.dtype == dtype]
+        lines.append(f"  {dtype:<10} " + ", ".join(f"{one.head_dim}: {_rate(one.flops, 'FLOP/s')}" for one in rates))
     return lines
 
 

@@ -92,10 +92,19 @@ def decode_time(
         added, other = split_seconds(machine, (*attention, *ffn))
         exchange += count * (added + (machine.merge_s if candidate.dcp > 1 else 0.0))
         collectives += count * other
-    overhead = model.num_layers * (machine.layer_s + batch * machine.layer_sequence_s)
-    overhead += machine.step_s + batch * machine.sequence_s
-    overhead += machine.followers_s if candidate.parallel.ranks > 1 else 0.0
+    overhead = model.num_layers * layer_overhead(machine, batch=batch) + step_overhead(candidate, machine, batch=batch)
     return StepTime(weights=weights, kv=kv, exchange=exchange, collectives=collectives, overhead=overhead)
+
+
+def layer_overhead(machine: Machine, *, batch: int) -> float:
+    """What a layer takes besides bytes and operations."""
+    return machine.layer_s + batch * machine.layer_sequence_s
+
+
+def step_overhead(candidate: Candidate, machine: Machine, *, batch: int) -> float:
+    """What a step takes outside the layers."""
+    followers = machine.followers_s if candidate.parallel.ranks > 1 else 0.0
+    return machine.step_s + batch * machine.sequence_s + followers
 
 
 def decode_traffic(model: ModelConfig, candidate: Candidate, dtype: str, *, batch: int) -> Traffic:

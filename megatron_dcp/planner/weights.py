@@ -45,12 +45,15 @@ class LayerWeights:
         parameters: Without routed experts, those of which are matrices in ``matrices``.
         expert: Parameters that a rank holds of one routed expert; 0 without experts.
         experts: Routed experts on this rank.
+        outputs: Numbers that the matrices put out for a token, ``expert_outputs`` those of one routed expert.
     """
 
     parameters: int
     matrices: int
     expert: int
     experts: int
+    outputs: int
+    expert_outputs: int
 
 
 def count_parameters(model: ModelConfig) -> int:
@@ -85,17 +88,23 @@ def products_in(dtype: str) -> str:
 def layer_weights(model: ModelConfig, parallel: ParallelConfig, *, experts: bool) -> LayerWeights:
     """Of one layer on one rank: one with experts, or with a dense MLP."""
     tp, expert_tp, ep = parallel.tensor_model_parallel_size, parallel.expert_tp, parallel.expert_model_parallel_size
-    parameters = matrices = expert = 0
+    parameters = matrices = expert = outputs = expert_outputs = 0
     for spec in layer_tensors(model, experts=experts, numbers=range(1)).values():
-        size = prod(spec.shape)
+        size, split = prod(spec.shape), expert_tp if spec.expert else tp
+        put_out = 0 if len(spec.shape) == 1 else spec.shape[0] // (split if spec.tp_dim == 0 else 1)
         if spec.expert:
             expert += size if spec.tp_dim is None else size // expert_tp
+            expert_outputs += put_out
             continue
+        outputs += put_out
         size = size if spec.tp_dim is None else size // tp
         parameters += size
         matrices += size if len(spec.shape) > 1 else 0
     count = model.moe.num_experts // ep if experts and model.moe is not None else 0
-    return LayerWeights(parameters=parameters, matrices=matrices, expert=expert, experts=count)
+    return LayerWeights(
+        parameters=parameters, matrices=matrices, expert=expert, experts=count, outputs=outputs,
+        expert_outputs=expert_outputs,
+    )  # fmt: skip
 
 
 def table_parameters(model: ModelConfig, tp: int) -> int:

@@ -13,6 +13,7 @@ from megatron_dcp.calibration import about_machine, attention, calibrate, rates,
 from megatron_dcp.calibration.clock import Clock
 from megatron_dcp.calibration.rates import groups_of_world
 from megatron_dcp.calibration.steps import Overheads
+from megatron_dcp.planner import machine as machine_of
 from megatron_dcp.planner.machine import CollectiveRate, Machine
 from megatron_dcp.planner.timing import StepTime
 from workers import run_on_ranks
@@ -48,6 +49,10 @@ def test_everything_is_measured(two) -> None:
         shapes = {(one.head_dim, one.latent) for one in machine.attention if one.kv_dtype == dtype}
         assert shapes == {(64, False), (128, False), (576, True)}
     assert all(one.bytes_per_s > 0 for one in machine.attention)
+    assert {(one.dtype, one.head_dim) for one in machine.chunks} == {
+        (dtype, dim) for dtype in ("float32", "bfloat16") for dim in (64, 128)
+    }
+    assert all(one.flops > 0 for one in machine.chunks) and machine.activations >= 0
     kinds: dict[str, list[CollectiveRate]] = {}
     for one in machine.collectives:
         assert (one.ranks, one.span) == (2, 2)
@@ -174,6 +179,23 @@ def test_what_sharing_adds_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(steps, "_step", step)
     assert steps.shared_overheads(None, None, None) == pytest.approx((5e-4, 7e-5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("own", "found"), [(3.0, 3.0), (-1.0, 0.0)])
+def test_passes_over_activations_are_told_apart(monkeypatch: pytest.MonkeyPatch, own: float, found: float) -> None:
+    """4 x 64 queries, 2 x 2 x 64 keys and values, 256 of the projection, 2 x 512 and 256 of the MLP: 2048 numbers."""
+    machine = machine_of("H200")
+    expected = 2048 * steps.CHUNK * 4 / machine.memory_bandwidth
+
+    def typical(*arguments: object) -> float:
+        config = arguments[2]
+        predicted = steps.predicted_prompt(config, torch.float32, machine, dcp=1, tokens=steps.CHUNK)  # type: ignore[arg-type]
+        return predicted + 5e-3 + own * config.num_layers * expected  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(steps, "_typical", typical)
+    clock = object.__new__(Clock)
+    clock.device = torch.device("cpu")
+    assert steps.activations(clock, torch.float32, machine) == pytest.approx(found)
 
 
 def test_noise_makes_no_time_negative(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,5 +27,6 @@ def test_a_gpu_is_measured_and_planned_for(tmp_path: Path) -> None:
     assert machine.memory_bytes == torch.cuda.get_device_properties(0).total_memory
     assert machine.memory_bandwidth > 1e11 and machine.flops["bfloat16"] > machine.flops["float32"] > 1e12
     assert all(one.bytes_per_s > 1e9 for one in machine.attention)
+    assert all(one.flops > 1e12 for one in machine.chunks) and machine.activations < 100
     assert 0 < machine.layer_s < 0.1 and machine.collectives == ()
     assert json.loads(plan.read_text())["configurations"][0]["tpot_s"] > 0

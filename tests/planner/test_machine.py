@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_dcp.planner.machine import AttentionRate, CollectiveRate, Machine, Sent
+from megatron_dcp.planner.machine import AttentionRate, ChunkRate, CollectiveRate, Machine, Sent
 
 ROUND = Machine(
     name="round numbers",
@@ -122,3 +122,11 @@ def test_a_measured_rate_of_attention_is_the_nearest(
     found = MEASURED.attention_rate(dtype, dim, rows, latent=latent)
     assert found is None if speed is None else found == pytest.approx(speed)
     assert ROUND.attention_rate(dtype, dim, rows, latent=latent) is None
+
+
+def test_a_chunk_attends_as_fast_as_at_the_nearest_head_dim() -> None:
+    rates = [("float32", 64, 1e11), ("float32", 128, 2e11), ("bfloat16", 64, 3e11)]
+    one = replace(ROUND, chunks=tuple(ChunkRate(dtype=name, head_dim=dim, flops=rate) for name, dim, rate in rates))
+    assert [one.chunk_flops("float32", dim) for dim in (32, 64, 90, 91, 576)] == [1e11, 1e11, 1e11, 2e11, 2e11]
+    assert one.chunk_flops("bfloat16", 128) == 3e11
+    assert ROUND.chunk_flops("bfloat16", 128) == ROUND.flops["bfloat16"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_dcp.planner import machine, measured
-from megatron_dcp.planner.machine import AttentionRate, CollectiveRate, Machine
+from megatron_dcp.planner.machine import AttentionRate, ChunkRate, CollectiveRate, Machine
 from megatron_dcp.planner.measured import load_machine, save_machine
 
 MEASURED = Machine(
@@ -34,6 +34,8 @@ MEASURED = Machine(
     imbalance=1.2,
     drift=0.1,
     attention=(AttentionRate(kv_dtype="float32", head_dim=64, rows=2, latent=False, bytes_per_s=5e9),),
+    activations=12.0,
+    chunks=(ChunkRate(dtype="float32", head_dim=64, flops=1e11),),
     collectives=(CollectiveRate(op="all_gather", ranks=2, span=2, bytes=4096.0, seconds=1e-4),),
     ranks=2,
 )
@@ -64,6 +66,7 @@ def changed(path: Path, **values: Any) -> None:
 
 RATE = {"kv_dtype": "int8", "head_dim": 64, "rows": 2, "latent": False, "bytes_per_s": 5e9}
 RING = {"op": "ring", "ranks": 2, "span": 2, "bytes": 4096.0, "seconds": 1e-4}
+CHUNK = {"dtype": "float32", "head_dim": 64, "flops": 1e11}
 BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"memory_bandwidth": 0}, "memory_bandwidth is 0, not a number from 1 to 1e.24"),
     ({"memory_bandwidth": 1e-300}, "memory_bandwidth is 1e-300"),
@@ -92,6 +95,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"attention": [RATE, RATE]}, "attention has two rates of the same"),
     ({"collectives": [{**RING, "seconds": 0.0}]}, "seconds is 0.0"),
     ({"collectives": [{**RING, "op": "gossip"}]}, "op is 'gossip'"),
+    ({"chunks": [{**CHUNK, "flops": {"float32": 1e11}}]}, "flops is {'float32'"),
+    ({"chunks": [{**CHUNK, "dtype": "int8"}]}, "dtype is 'int8', not one of float32, bfloat16"),
+    ({"chunks": [CHUNK, CHUNK]}, "chunks has two rates of the same"),
+    ({"activations": -1}, "activations is -1"),
     ({"collectives": [RING, RING]}, "collectives has two rates of the same"),
 ]
 

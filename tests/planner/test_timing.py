@@ -10,7 +10,7 @@ from megatron_dcp.config import ExchangeName
 from megatron_dcp.planner import MODELS, Pins, Row, Workload, machine, make_plan
 from megatron_dcp.planner.candidates import candidates
 from megatron_dcp.planner.decode_traffic import attention_traffic
-from megatron_dcp.planner.machine import AttentionRate, CollectiveRate
+from megatron_dcp.planner.machine import AttentionRate, ChunkRate, CollectiveRate
 from megatron_dcp.planner.timing import keys_read
 from megatron_dcp.traffic import expected_traffic
 
@@ -131,6 +131,33 @@ def test_first_token_by_hand() -> None:
     layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     operations = 2 * 1024 * layer + 2 * 1024 * 512.5 * 32 * 256
     assert found.ttft_s == pytest.approx(32 * (operations / (0.6 * 989e12) + 20e-6) + 500e-6, rel=1e-3)
+
+
+def test_first_token_on_a_measured_machine_by_hand() -> None:
+    """Attention of the chunk at its own rate, three passes over what the products put out, and what a step adds."""
+    slow = replace(
+        H200, ranks=1, activations=3.0, layer_sequence_s=2e-6, sequence_s=3e-6,
+        chunks=(ChunkRate(dtype="bfloat16", head_dim=128, flops=1e14),),
+    )  # fmt: skip
+    model, work = MODELS["llama-3-8b"], Workload(context=1024)
+    (before,), (after,) = (make_plan("q", model, each, 1, work).rows for each in (H200, slow))
+    scores = 2 * 1024 * 512.5 * 32 * 256
+    outputs = (4096 + 2 * 1024) + 4096 + 2 * 14336 + 4096  # QKV, output, gated MLP up and down
+    layer = scores / 1e14 - scores / (0.6 * 989e12) + 3 * 1024 * outputs * 2 / 3.84e12 + 2e-6
+    assert after.ttft_s - before.ttft_s == pytest.approx(32 * layer + 3e-6)
+    assert after.step.weights == before.step.weights
+
+
+def test_only_chosen_experts_put_out_activations() -> None:
+    model = MODELS["mixtral-8x7b"]
+    passes = replace(H200, activations=1.0)
+    (before,), (after,) = (make_plan("q", model, each, 1, Workload(context=512)).rows for each in (H200, passes))
+    outputs = (4096 + 2 * 1024) + 4096 + 8 + 2 * (2 * 14336 + 4096)  # QKV, output, router, two experts
+    assert after.ttft_s - before.ttft_s == pytest.approx(32 * 512 * outputs * 2 / 3.84e12)
+    (shared,) = make_plan("q", model, passes, 2, Workload(context=512), Pins(tp=2, ep=2, expert_tp=1)).rows
+    (other,) = make_plan("q", model, H200, 2, Workload(context=512), Pins(tp=2, ep=2, expert_tp=1)).rows
+    split = 3 * 1024 + 4096 + 8 + (2 * 14336 + 4096)  # one of the two on this rank, on average
+    assert shared.ttft_s - other.ttft_s == pytest.approx(32 * 512 * split * 2 / 3.84e12)
 
 
 def test_dcp_shares_the_work_of_a_prompt_in_orthogonal_only() -> None:

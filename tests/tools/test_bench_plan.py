@@ -28,7 +28,7 @@ def measured(rank: int, world: int) -> str:
     parallel_state.initialize_model_parallel(1)
     arguments = argparse.Namespace(
         checkpoint=str(ROOT / "examples/quickstart/checkpoint"), contexts=[300, 6000], batches=[1, 3], dcp=[1, 2],
-        repeats=2, threads=2,
+        prompts=[70, 140], repeats=2, threads=2,
     )  # fmt: skip
     with contextlib.redirect_stdout(io.StringIO()) as out:
         bench_plan.measure_all(World(2), arguments)
@@ -41,7 +41,10 @@ def test_every_case_is_measured_and_predicted() -> None:
     assert second == ""
     *table, last = first.splitlines()
     rows = json.loads(last)["rows"]
-    assert len(table) == 2 + len(rows) == 10
+    prompts = json.loads(last)["prompts"]
+    assert {(row["dcp"], row["prompt"]) for row in prompts} == {(dcp, tokens) for dcp in (1, 2) for tokens in (70, 140)}
+    assert all(row["measured_ms"] > 0 and row["predicted_ms"] > 0 and row["ratio"] > 0 for row in prompts)
+    assert len(rows) == 8 and len(table) == 3 + len(rows) + len(prompts)
     assert len(json.loads(last)["memory_gb_s"]) == 2 and min(json.loads(last)["memory_gb_s"]) > 0
     assert {(row["dcp"], row["batch"], row["context"]) for row in rows} == {
         (dcp, batch, context) for dcp in (1, 2) for batch in (1, 3) for context in (300, 6000)
