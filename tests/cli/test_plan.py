@@ -97,7 +97,7 @@ def test_a_shape_by_flags(capsys):
         ("plan llama-3-70b --gpu H200 --context 8 --tp 3", "--tp 3 does not fit"),
         ("plan llama-3-70b --gpu H200 --context 8 --gpus 6 --tp 4", "world_size=6 is no multiple of 4"),
         ("plan llama-3-70b --gpu H200 --context 8 --weight-dtype nvfp4", "is for experts, and the model has none"),
-        ("plan llama-3-70b --gpu H200 --context 8 --kv-interleave 7", "kv_interleave_size=7 does not divide"),
+        ("plan llama-3-70b --gpu H200 --context 8 --kv-interleave 7", "--kv-interleave 7 does not divide"),
         ("plan llama-3-70b --gpu H200 --context 8 --layout within_tp --exchange fold", "--exchange 'fold'"),
         ("plan llama-3-70b --gpu H200 --context 8 --plot a.txt", "'a.txt' names no format for a plot"),
         ("plan llama-3-70b --gpu H200 --context 8 --json no/a.json", "--json no/a.json cannot be written: make the"),
