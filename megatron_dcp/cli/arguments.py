@@ -21,7 +21,6 @@ from megatron_dcp.config import (
     ParallelConfig,
     PrefillName,
 )
-from megatron_dcp.engine.params import SamplingParams
 from megatron_dcp.model_config import ModelConfig
 
 CHECKPOINT = "examples/quickstart/checkpoint"  # the one that the examples in --help use
@@ -111,7 +110,7 @@ def new_parser(
 def options_of_parameters(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The options of a command by the parameters that they set, as ``tensor_model_parallel_size``: ``--tp``.
 
-    Without what describes a prompt or a model, which files do too, and without a dtype, of which a model has several.
+    Without what describes a model, as files do too, and without a dtype, of which there are several.
     """
     names = {
         name.removeprefix("--").replace("-", "_"): action.option_strings[0]
@@ -119,8 +118,8 @@ def options_of_parameters(parser: argparse.ArgumentParser) -> dict[str, str]:
         if action.option_strings and action.nargs != 0
         for name in (*action.option_strings, action.dest)
     }
-    others = {field.name for described in (SamplingParams, ModelConfig) for field in fields(described)}
-    return {name: option for name, option in names.items() if name not in others | {"dtype"}}
+    others = {"dtype", *(field.name for field in fields(ModelConfig))}
+    return {name: option for name, option in names.items() if name not in others}
 
 
 def add_sizes(group: argparse._ActionsContainer, *options: tuple[str, str | None, str, int | None, str]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 GRACE_S = 5.0
 NOBODY_READS = 128 + signal.SIGPIPE  # as a shell counts it
-_PARAMETER = re.compile(r"(?<![\w.])([a-z_]+)=(?=\S)")
+_PARAMETER = re.compile(r"""(?<![\w./'"-])(?:([a-z_]+)=(?=\S)|([a-z]+(?:_[a-z]+)+)(?![\w'"]|[./]\w))""")  # a=1, a_b
 
 
 class Terminated(BaseException):
@@ -83,17 +83,23 @@ def _drop_stdout() -> None:
 def describe(error: BaseException, options: Mapping[str, str]) -> str:
     """An error in one line: what a user can act on as it is, anything else with its type.
 
-    A parameter that an option sets is called by that: ``--tp 3`` for ``tensor_model_parallel_size=3``.
+    A parameter that an option sets is called by that: ``--tp 3`` for ``tensor_model_parallel_size=3``, ``raise
+    --num-blocks`` for ``raise num_blocks``.
     """
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    text = _PARAMETER.sub(
-        lambda match: f"{options[match[1]]} " if match[1] in options else match[0], " ".join(str(error).split())
-    )
+    text = _PARAMETER.sub(lambda match: _as_option(match, options), " ".join(str(error).split()))
     # By name: an error in the command line is no reason to load torch.
     if isinstance(error, ValueError | Terminated) or type(error).__name__ == "CollectiveError":
         return text
     return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def _as_option(match: re.Match[str], options: Mapping[str, str]) -> str:
+    with_value, alone = match.groups()
+    if (name := with_value or alone) not in options:
+        return match[0]
+    return options[name] + (" " if with_value else "")
 
 
 def rank_prefix() -> str:

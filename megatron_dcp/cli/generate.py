@@ -55,6 +55,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     default = SamplingParams()
     group.add_argument(
         "--max-new-tokens",
+        dest="max_tokens",
         type=arguments.whole(1),
         default=default.max_tokens,
         metavar="N",
@@ -120,7 +121,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Generate on every rank; the first one prints or writes."""
     params = SamplingParams(
-        max_tokens=args.max_new_tokens,
+        max_tokens=args.max_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         top_p=args.top_p,

@@ -35,9 +35,17 @@ def test_an_error_is_one_line_and_exit_code_1(error, line, capsys):
 
 
 def test_parameters_are_told_by_the_options_that_set_them():
-    error = ValueError("tp_size=3 does not divide layout='x', cp=2, a.tp_size=3; use tp_size=1 (n_tp_size=4)")
-    told = failure.describe(error, {"tp_size": "--tp", "layout": "--layout"})
-    assert told == "--tp 3 does not divide --layout 'x', cp=2, a.tp_size=3; use --tp 1 (n_tp_size=4)"
+    options = {"tp_size": "--tp", "layout": "--layout", "num_blocks": "--num-blocks"}
+    for text, told in (
+        (
+            "tp_size=3 does not divide layout='x', cp=2; use tp_size=1",
+            "--tp 3 does not divide --layout 'x', cp=2; use --tp 1",
+        ),
+        ("raise num_blocks, or num_ranks (tp_size).", "raise --num-blocks, or num_ranks (--tp)."),
+        ("another layout; tp_size = 3", "another layout; --tp = 3"),
+        ("a.tp_size=3 n_tp_size=4 tp_size_2 'num_blocks' num_blocks.json /num_blocks/x --num_blocks", None),
+    ):
+        assert failure.describe(ValueError(text), options) == (told or text)
 
 
 PRINT = """
