@@ -41,7 +41,7 @@ stop() {
 }
 trap stop EXIT
 if [ -n "$newer" ]; then
-    setsid bash -c 'bash tools/setup_venv.sh .venv-3.12 "$1" && shift && .venv-3.12/bin/python -m pytest "$@" -m mcore_line' \
+    setsid bash -c 'bash tools/setup_venv.sh .venv-3.12 "$1" && shift && .venv-3.12/bin/python -m pytest "$@" -m "mcore_line and not one_line"' \
         newer_line "$newer" "$@" >"$newer_log" 2>&1 &
     newer_pid=$!
 fi

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from exactness import BLOCK, DECODE, TOLERANCE, VOCAB, Reference, reference, worst
+from lines import some_with_both
 from torch import Tensor
 
 from megatron_dcp import CacheConfig, EngineConfig, load_model, parallel_state
@@ -115,8 +117,10 @@ def check(model: str, layout: str, paths: list[str] | None = None, **experts: in
         assert max(errors[::2], default=0) <= TOLERANCE and max(errors[1::2], default=0) <= SAME, errors
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+BOTH_LINES = [("llama", "pp 2 x tp 2"), ("tied", "pp 2"), ("deepseek", "pp 2 x dcp 2")]
+
+
+@pytest.mark.parametrize("model,layout", some_with_both(list(product(MODELS, LAYOUTS)), BOTH_LINES))
 def test_tokens_and_logits_are_those_of_one_stage(model: str, layout: str) -> None:
     check(model, layout)
 

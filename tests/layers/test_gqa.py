@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import pytest
 from layer_cases import WITHIN_TP, orthogonal_settings, sharded_errors
+from lines import some_with_both
 
 from workers import run_on_ranks
 
 pytestmark = pytest.mark.mcore_line
 
 
-@pytest.mark.parametrize("tp,dcp", [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (2, 2), (2, 3), (2, 4), (4, 2)])
+SIZES = [(1, 1), (1, 2), (1, 3), (1, 4), (1, 5), (2, 1), (2, 2), (2, 3), (2, 4), (4, 2)]
+WITHIN_SIZES = [(2, 1, 2), (2, 2, 1), (4, 4, 1), (4, 2, 1), (4, 2, 2)]
+
+
+@pytest.mark.parametrize("tp,dcp", some_with_both(SIZES, [(1, 1), (1, 3), (2, 2)]))
 def test_orthogonal(tp, dcp):
     for errors in run_on_ranks(tp * dcp, sharded_errors, tp, dcp, "orthogonal", {}, orthogonal_settings(tp, dcp)):
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("tp,dcp,kv_heads", [(2, 1, 2), (2, 2, 1), (4, 4, 1), (4, 2, 1), (4, 2, 2)])
+@pytest.mark.parametrize("tp,dcp,kv_heads", some_with_both(WITHIN_SIZES, [(2, 2, 1)]))
 def test_within_tp(tp, dcp, kv_heads):
     for errors in run_on_ranks(tp, sharded_errors, tp, dcp, "within_tp", {"num_query_groups": kv_heads}, WITHIN_TP):
         assert max(errors.values()) < 1e-5, errors

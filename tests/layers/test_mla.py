@@ -18,6 +18,7 @@ from layer_cases import (
     texts_for,
     wanted_logits,
 )
+from lines import some_with_both
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron_models import (
     make_runner,
@@ -40,7 +41,10 @@ from workers import run_on_ranks
 pytestmark = pytest.mark.mcore_line
 
 
-@pytest.mark.parametrize("tp,dcp", [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (2, 3), (4, 2)])
+SIZES = [(1, 1), (1, 2), (1, 3), (1, 5), (2, 1), (2, 2), (2, 3), (4, 2)]
+
+
+@pytest.mark.parametrize("tp,dcp", some_with_both(SIZES, [(1, 1), (1, 3), (2, 2)]))
 def test_orthogonal(tp, dcp):
     for errors in run_on_ranks(
         tp * dcp, sharded_errors, tp, dcp, "orthogonal", mla(YARN), orthogonal_settings(tp, dcp)
@@ -48,7 +52,7 @@ def test_orthogonal(tp, dcp):
         assert max(errors.values()) < 1e-5, errors
 
 
-@pytest.mark.parametrize("tp,dcp", [(2, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize("tp,dcp", some_with_both([(2, 1), (2, 2), (4, 2), (4, 4)], [(2, 2)]))
 def test_within_tp(tp, dcp):
     for errors in run_on_ranks(tp, sharded_errors, tp, dcp, "within_tp", mla(YARN), WITHIN_TP):
         assert max(errors.values()) < 1e-5, errors
