@@ -66,7 +66,10 @@ def failing_together(
 def _nobody_reads() -> bool:
     """Whether stdout is a pipe that its reader has closed."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    try:
+        poll.register(sys.stdout.fileno(), 0)
+    except (AttributeError, OSError):  # there is no stdout, or it is no file
+        return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

@@ -26,6 +26,7 @@ def fail_with(error):
         (ValueError("tp=3 is too\n much"), "tp=3 is too much"),
         (CollectiveError("all_gather failed:\nrank 1 died"), "all_gather failed: rank 1 died"),
         (FileNotFoundError(2, "No such file or directory", "p.jsonl"), "p.jsonl: No such file or directory"),
+        (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe (--debug shows where)"),
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero (--debug shows where)"),
     ],
 )
