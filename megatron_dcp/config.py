@@ -6,6 +6,7 @@ Every object is validated once, when it is made. A derived configuration is a ne
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -50,7 +51,13 @@ def check_interleave(name: str, interleave: int, block_size: int) -> None:
 
 def divisors(number: int) -> str:
     """The whole numbers that divide ``number``, for the remedy of an error: ``"1, 2, 4"``."""
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+    return ", ".join(map(str, divisors_of(number)))
+
+
+def divisors_of(number: int) -> list[int]:
+    """The whole numbers that divide ``number``, the smallest first."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +115,8 @@ class ParallelConfig:
         if world_size % (tp * pp * cp):
             raise ValueError(
                 f"world_size={world_size} is no multiple of {tp * pp * cp} (tensor_model_parallel_size={tp} x "
-                f"pipeline_model_parallel_size={pp} x context_parallel_size={cp}); start a multiple of "
-                f"{tp * pp * cp} ranks, or use smaller sizes"
+                f"pipeline_model_parallel_size={pp}{f' x context_parallel_size={cp}' if cp > 1 else ''}); start a "
+                f"multiple of {tp * pp * cp} ranks, or use smaller sizes"
             )
         ep, expert_tp = self.expert_model_parallel_size, self.expert_tp
         if world_size % (expert_tp * ep * pp):

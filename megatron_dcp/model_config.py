@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from megatron_dcp.config import check_at_least, check_choice, divisors
+from megatron_dcp.config import check_at_least, check_choice, divisors, divisors_of
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
@@ -277,7 +277,7 @@ class ModelConfig:
             return wrong
 
         if wrong := misfits(tp):
-            legal = ", ".join(str(t) for t in range(1, self.num_attention_heads + 1) if not misfits(t))
+            legal = ", ".join(str(size) for size in divisors_of(self.num_attention_heads) if not misfits(size))
             raise ValueError(f"tensor_model_parallel_size={tp} does not fit {', '.join(wrong)}; use one of {legal}")
 
     def check_pipeline_parallel(self, pp: int) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 from megatron_dcp.cli.failure import rank_prefix
@@ -55,6 +56,14 @@ def check_output(option: str, path: str) -> None:
         raise ValueError(f"{option} {path} is a directory; give the name of a file")
     if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
         raise ValueError(f"{option} {path} cannot be written: make the folder {folder!r} first, or choose another")
+
+
+def write_output(option: str, path: str, text: str) -> None:
+    """Write a file; ``ValueError`` that names it if that fails, say because the disk is full."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{option} {path} cannot be written: {error.strerror}; choose another place") from error
 
 
 def whole(at_least: int, at_most: int = LARGEST) -> Callable[[str], int]:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
+
+from megatron_dcp.cli.failure import GRACE_S
 
 if TYPE_CHECKING:
     from megatron_dcp.planner import Machine
 
 RANKS_ON_CPU = 2
+MOST_PER_CORE = 4
 
 
 def check_machine_file(path: str) -> None:
@@ -28,34 +34,56 @@ def ranks_here(ranks: int | None) -> int:
     """How many ranks this machine is measured with: as given, else one for each GPU, or two without.
 
     Raises:
-        ValueError: More than there are GPUs.
+        ValueError: More than there are GPUs, or without any, more than a few for each core.
     """
     import torch
 
     gpus = torch.cuda.device_count()
     if ranks is not None and 0 < gpus < ranks:
         raise ValueError(f"--gpus {ranks} cannot be measured: this machine has {gpus}; leave --gpus out")
+    most = MOST_PER_CORE * len(os.sched_getaffinity(0))
+    if ranks is not None and gpus == 0 and ranks > most:
+        raise ValueError(f"--gpus {ranks} cannot be measured: there is no GPU, and for its cores {most} ranks are many")
     return ranks or gpus or RANKS_ON_CPU
 
 
 def start_ranks(ranks: int, argv: Sequence[str]) -> int:
     """Run a command line in so many processes, as torchrun would; the exit code of the first that fails, or 0.
 
-    Their lines on stderr are all that is said. They end with this process, whatever ends it.
+    Their lines on stderr are all that is said. They end with this process, whatever ends it: also while they start.
+
+    Raises:
+        ValueError: One was ended by a signal, so that it could not say so itself.
     """
     from torch import multiprocessing
 
-    with _environment_of_ranks(ranks):
-        started = multiprocessing.spawn(_run_rank, (ranks, list(argv)), nprocs=ranks, join=False)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # a line for each process that it ends
+    others = multiprocessing.active_children()
     try:
+        with _environment_of_ranks(ranks):
+            started = multiprocessing.spawn(_run_rank, (ranks, list(argv)), nprocs=ranks, join=False)
         while not started.join():
             pass
     except multiprocessing.ProcessExitedException as ended:
-        return ended.exit_code if ended.exit_code > 0 else 128 - ended.exit_code  # as a shell counts signals
+        if ended.exit_code > 0:
+            return ended.exit_code
+        name = signal.Signals(-ended.exit_code).name
+        raise ValueError(
+            f"rank {ended.error_index} was ended by {name}; the measurement is lost, start it anew"
+        ) from None
     finally:
-        for process in started.processes:  # any that still runs is not wanted any more
-            process.terminate()
+        _end([process for process in multiprocessing.active_children() if process not in others])
     return 0
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End those that still run, by force where they do not listen: one that waits for another's store does not."""
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_S + 1.0
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        process.kill()
 
 
 @contextmanager

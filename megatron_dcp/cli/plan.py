@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 EXAMPLE = "  megatron-dcp plan qwen2.5-72b --gpu H200 --gpus 8 --context 131072 --batch 8"
 GPUS = 8  # of a data sheet, unless --gpus says otherwise
 _OUTPUTS = ("calibrate", "json", "plot")
-_PLAN_ONLY = ("context", "json", "plot")
 _PINS = ("tp", "pp", "dcp", "ep", "expert_tp", "layout", "exchange")
 _SHAPE = (
     ("--num-layers", "layers"),
@@ -29,6 +28,10 @@ _SHAPE = (
     ("--ffn-hidden-size", "inner size of the MLPs, which have a gate"),
     ("--num-attention-heads", "query heads"),
     ("--vocab-size", "tokens that exist"),
+)
+_MORE_SHAPE = (
+    ("--num-query-groups", "KV heads (default: as query heads)"),
+    ("--kv-channels", "head dim (default: hidden size / query heads)"),
 )
 
 
@@ -98,6 +101,7 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int | None:
     """Measure if asked to; plan, print and write."""
+    args.options["world_size"] = "--gpus"  # nothing else says how many ranks a plan is for
     from megatron_dcp.planner import machine
 
     if args.calibrate is None:
@@ -121,8 +125,10 @@ def _check(args: argparse.Namespace, ranks: int) -> None:
     _check_outputs(args)
     if _plans(args):
         _make(args, replace(machine("H200"), name="this machine", ranks=ranks))
-    elif unused := [name for name in (*_PLAN_ONLY, *_PINS) if getattr(args, name) is not None]:
-        raise ValueError(f"--{unused[0].replace('_', '-')} is for a plan; give a MODEL, or leave it out")
+        return
+    options = [word.partition("=")[0] for word in args.argv if word.startswith("--")]
+    if unused := [option for option in options if option not in ("--calibrate", "--gpus", "--debug")]:
+        raise ValueError(f"{unused[0]} is for a plan; give a MODEL, or leave it out")
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
@@ -165,8 +171,7 @@ def _write(args: argparse.Namespace, plan: Plan) -> None:
 
     print(render(plan, args.top), flush=True)
     if args.json is not None:
-        text = json.dumps(to_dict(plan), indent=1, allow_nan=False)
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
+        arguments.write_output("--json", args.json, json.dumps(to_dict(plan), indent=1, allow_nan=False) + "\n")
     if args.plot is not None:
         from megatron_dcp.planner.plot import plot
 
@@ -193,9 +198,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the shape of a dense model, instead of MODEL")
     arguments.add_sizes(
         group,
-        *((name, None, "N", None, text) for name, text in _SHAPE),
-        ("--num-query-groups", None, "N", None, "KV heads (default: as query heads)"),
-        ("--kv-channels", None, "N", None, "head dim (default: hidden size / query heads)"),
+        *((name, None, "N", None, text) for name, text in (*_SHAPE, *_MORE_SHAPE)),
     )
 
 
@@ -211,7 +214,11 @@ def _pins(args: argparse.Namespace) -> Pins:
 
 
 def _given_shape(args: argparse.Namespace) -> list[str]:
-    return [name for name, _ in _SHAPE if getattr(args, name[2:].replace("-", "_")) is not None]
+    return [name for name, _ in (*_SHAPE, *_MORE_SHAPE) if getattr(args, _parameter(name)) is not None]
+
+
+def _parameter(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
 
 
 def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
@@ -219,6 +226,7 @@ def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
     if args.model is None:
         if missing := [name for name, _ in _SHAPE if name not in given]:
             raise ValueError(f"give a MODEL, or its shape: {', '.join(missing)} are missing")
+        args.options.update({_parameter(name): name for name in given})  # errors shall speak of them
         return "model", _shape(args)
     if given:
         raise ValueError(f"{given[0]} is for a model without a name; leave out {given[0]} or {args.model!r}")
@@ -229,7 +237,9 @@ def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
         from megatron_dcp.checkpoint import read_config
 
         return path.resolve().name, read_config(path)
-    if os.sep in args.model and not path.exists():
+    if path.exists():
+        raise ValueError(f"{args.model!r} is neither a checkpoint nor a config.json; give one of these, or a name")
+    if os.sep in args.model:
         raise ValueError(f"{args.model!r} does not exist; give a checkpoint, a config.json or the name of a model")
     from megatron_dcp.planner import known_model
 
@@ -248,13 +258,18 @@ def _shape(args: argparse.Namespace) -> ModelConfig:
     from megatron_dcp.model_config import ModelConfig
     from megatron_dcp.model_tensors import padded_vocab_size
 
+    if args.kv_channels is None and args.hidden_size % args.num_attention_heads:
+        raise ValueError(
+            f"--hidden-size {args.hidden_size} is no multiple of --num-attention-heads {args.num_attention_heads}; "
+            "give the head dim as --kv-channels"
+        )
     return ModelConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         ffn_hidden_size=args.ffn_hidden_size,
         num_attention_heads=args.num_attention_heads,
         num_query_groups=args.num_query_groups or args.num_attention_heads,
-        kv_channels=args.kv_channels or max(1, args.hidden_size // args.num_attention_heads),
+        kv_channels=args.kv_channels or args.hidden_size // args.num_attention_heads,
         vocab_size=args.vocab_size,
         padded_vocab_size=padded_vocab_size(args.vocab_size),
         max_position_embeddings=args.context,

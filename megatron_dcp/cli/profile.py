@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import random
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dcp.cli import arguments
@@ -112,8 +111,8 @@ def _check(args: argparse.Namespace) -> list[Prompt]:
 def _write(report: ProfileReport, args: argparse.Namespace) -> None:
     print(report, flush=True)
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        arguments.write_output("--json", args.json, json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n")
     if args.html is not None:
         from megatron_dcp.profiling.page import page
 
-        Path(args.html).write_text(page(report), encoding="utf-8")
+        arguments.write_output("--html", args.html, page(report))

@@ -127,7 +127,7 @@ def _check(args: argparse.Namespace) -> Prompt | None:
 def _write(report: VerifyReport, args: argparse.Namespace) -> None:
     print(report, flush=True)
     if args.json is not None:
-        Path(args.json).write_text(json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        arguments.write_output("--json", args.json, json.dumps(report.to_dict(), indent=1, allow_nan=False) + "\n")
     if args.plot is not None:
         from megatron_dcp.verification.plot import plot
 

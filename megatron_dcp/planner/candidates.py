@@ -17,6 +17,7 @@ from megatron_dcp.config import (
     check_at_least,
     check_interleave,
     check_within_tp_bound,
+    divisors_of,
 )
 from megatron_dcp.model_config import ModelConfig
 from megatron_dcp.model_tensors import padded_vocab_size
@@ -113,6 +114,9 @@ def candidates(model: ModelConfig, gpus: int, pins: Pins) -> list[Candidate]:
     check_at_least("gpus", gpus, 1)
     if gpus > MOST_GPUS:
         raise ValueError(f"gpus={gpus} is above {MOST_GPUS}; plan for the GPUs of one replica, or of a few")
+    for name in ("ep", "expert_tp"):
+        if model.moe is None and (getattr(pins, name) or 1) > 1:
+            raise ValueError(f"{name}={getattr(pins, name)} shares out experts, and the model has none; leave it out")
     found = [
         Candidate(
             parallel=parallel,
@@ -131,7 +135,7 @@ def candidates(model: ModelConfig, gpus: int, pins: Pins) -> list[Candidate]:
 
 def legal_dcp(model: ModelConfig, tp: int, layout: DcpLayout, most: int) -> list[int]:
     """The dcp sizes up to ``most`` that are legal beside ``tp`` in a layout."""
-    sizes = range(1, most + 1) if layout == "orthogonal" else _divisors(tp)
+    sizes = range(1, most + 1) if layout == "orthogonal" else divisors_of(tp)
     return [dcp for dcp in sizes if dcp <= most and _legal(model, _config(tp, dcp, layout))]
 
 
@@ -144,8 +148,8 @@ def legal_exchanges(candidate: Candidate) -> list[ExchangeName]:
 
 
 def _parallel(model: ModelConfig, gpus: int, pins: Pins) -> Iterator[ParallelConfig]:
-    for tp in _choices(pins.tp, _divisors(gpus)):
-        for pp in _choices(pins.pp, _divisors(gpus // tp) if gpus % tp == 0 else []):
+    for tp in _choices(pins.tp, divisors_of(gpus)):
+        for pp in _choices(pins.pp, divisors_of(gpus // tp) if gpus % tp == 0 else []):
             if gpus % (tp * pp):
                 continue
             for layout, dcp in _dcp_sizes(gpus // (tp * pp), tp, pins):
@@ -158,7 +162,7 @@ def _dcp_sizes(replicas: int, tp: int, pins: Pins) -> Iterator[tuple[DcpLayout, 
     """Without dcp the layouts are the same: it is listed as the pinned one, or as orthogonal."""
     layouts: tuple[DcpLayout, ...] = ("orthogonal", "within_tp") if pins.layout is None else (pins.layout,)
     for layout in layouts:
-        for dcp in _choices(pins.dcp, _divisors(replicas if layout == "orthogonal" else tp)):
+        for dcp in _choices(pins.dcp, divisors_of(replicas if layout == "orthogonal" else tp)):
             if (dcp > 1 or layout == layouts[0]) and not (layout == "within_tp" and pins.exchange == "fold"):
                 yield layout, dcp
 
@@ -166,12 +170,11 @@ def _dcp_sizes(replicas: int, tp: int, pins: Pins) -> Iterator[tuple[DcpLayout, 
 def _with_experts(model: ModelConfig, base: ParallelConfig, gpus: int, pins: Pins) -> Iterator[ParallelConfig]:
     """Ranks that share experts decode one batch together: they lie inside tp x dcp."""
     if model.moe is None:
-        if (pins.ep or 1) == 1:
-            yield base
+        yield base
         return
     together = base.ranks // base.pipeline_model_parallel_size
-    for ep in _choices(pins.ep, _divisors(together)):
-        for expert_tp in _choices(pins.expert_tp, _divisors(together)):
+    for ep in _choices(pins.ep, divisors_of(together)):
+        for expert_tp in _choices(pins.expert_tp, divisors_of(together)):
             parallel = replace(base, expert_model_parallel_size=ep, expert_tensor_parallel_size=expert_tp)
             if together % (ep * expert_tp) == 0 and _passes(
                 lambda ep=ep, expert_tp=expert_tp: model.check_expert_parallel(ep, expert_tp, ranks=together),
@@ -238,7 +241,3 @@ _SIZES = ("tp", "pp", "dcp", "ep", "expert_tp", "layout", "exchange")
 
 def _choices(pinned: int | None, all_of_them: list[int]) -> list[int]:
     return all_of_them if pinned is None else [size for size in all_of_them if size == pinned]
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

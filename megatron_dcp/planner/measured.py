@@ -40,7 +40,8 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     """
     name = repr(os.fspath(path))
     if not os.path.isfile(path):
-        raise ValueError(f"{name} {'is no file' if os.path.exists(path) else 'does not exist'}; {_REMEDY}")
+        what = "is no file" if os.path.exists(path) else "does not exist"
+        raise ValueError(f"{name} {what}; {_REMEDY.replace(' anew', '')}")
     try:
         content = json.loads(Path(path).read_bytes()) if os.path.getsize(path) <= MOST_BYTES else None
     except (ValueError, RecursionError):

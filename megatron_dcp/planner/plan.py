@@ -17,6 +17,7 @@ from megatron_dcp.planner.timing import StepTime, Traffic, decode_time, decode_t
 from megatron_dcp.planner.weights import check_weight_dtype, weight_bytes
 
 MOST_SEQUENCES = 1 << 16  # of one replica: what `largest_batch` is looked for in
+MOST_LAYERS = 1 << 14  # that are added up one by one
 SAME = 1.01  # times that differ by less are the same to a model like this
 
 
@@ -163,6 +164,8 @@ def make_plan(
             f"{machine.name} was measured with one rank, so without collectives; for {gpus} GPUs measure it with "
             "several: `megatron-dcp plan --calibrate FILE.json --gpus N`"
         )
+    if model.num_layers > MOST_LAYERS:
+        raise ValueError(f"num_layers={model.num_layers} is above {MOST_LAYERS}; plan for fewer layers")
     check_weight_dtype(model, workload.weight_dtype)
     if workload.context > model.max_position_embeddings:
         raise ValueError(

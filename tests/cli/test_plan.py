@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shlex
+import signal
 import stat
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from cli_runs import run_main
+from cli_runs import kill_rank_1, run_main
 from small_calibration import shrink_calibration
 
 from megatron_dcp.cli import calibration, main
@@ -87,6 +90,9 @@ def test_a_shape_by_flags(capsys):
     assert " 2.68 " in text
 
 
+WIDTH = "--hidden-size 64 --ffn-hidden-size 64 --num-attention-heads 8 --vocab-size 9"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -95,7 +101,7 @@ def test_a_shape_by_flags(capsys):
         ("plan some/where --gpu H200 --context 8", "'some/where' does not exist; give a checkpoint, a config.json or"),
         ("plan llama-3-70b --gpu H200 --context 200000", "--context 200000 is beyond the 131072 positions"),
         ("plan llama-3-70b --gpu H200 --context 8 --tp 3", "--tp 3 does not fit"),
-        ("plan llama-3-70b --gpu H200 --context 8 --gpus 6 --tp 4", "world_size=6 is no multiple of 4"),
+        ("plan llama-3-70b --gpu H200 --context 8 --gpus 6 --tp 4", "--gpus 6 is no multiple of 4 .--tp 4 x --pp 1.;"),
         ("plan llama-3-70b --gpu H200 --context 8 --weight-dtype nvfp4", "is for experts, and the model has none"),
         ("plan llama-3-70b --gpu H200 --context 8 --kv-interleave 7", "--kv-interleave 7 does not divide"),
         ("plan llama-3-70b --gpu H200 --context 8 --layout within_tp --exchange fold", "--exchange 'fold'"),
@@ -103,9 +109,9 @@ def test_a_shape_by_flags(capsys):
         ("plan llama-3-70b --gpu H200 --context 8 --json no/a.json", "--json no/a.json cannot be written: make the"),
         ("plan llama-3-70b --gpu H200 --context 8 --json .", "--json . is a directory"),
         ("plan llama-3-70b --gpu H200", "give --context"),
-        ("plan llama-3-70b --gpu none.json --context 8", "'none.json' does not exist; write it anew with"),
-        ("plan llama-3-70b --gpu setup.py/a --context 8", "'setup.py/a' does not exist; write it anew with"),
-        ("plan llama-3-70b --gpu /dev/null --context 8", "'/dev/null' is no file; write it anew with"),
+        ("plan llama-3-70b --gpu none.json --context 8", "'none.json' does not exist; write it with"),
+        ("plan llama-3-70b --gpu setup.py/a --context 8", "'setup.py/a' does not exist; write it with"),
+        ("plan llama-3-70b --gpu /dev/null --context 8", "'/dev/null' is no file; write it with"),
         ("plan llama-3-70b --gpu examples/quickstart/checkpoint/tokenizer.json --context 8", "is no measured machine"),
         ("plan llama-3-70b --gpu H200 --context 8 --json a.svg --plot ./a.svg", "--json and --plot are to be"),
         ("plan --calibrate a", "--calibrate a: give a name that ends in .json"),
@@ -122,6 +128,21 @@ def test_a_shape_by_flags(capsys):
         ("plan --gpu H200 --context 8", "give a MODEL, or its shape: --num-layers, .* are missing"),
         ("plan --gpu H200 --context 8 --num-layers 2", "give a MODEL, or its shape: --hidden-size, .* are missing"),
         ("plan llama-3-70b --gpu H200 --context 8 --num-layers 2", "--num-layers is for a model without a name"),
+        ("plan llama-3-70b --gpu H200 --context 8 --num-query-groups 2", "--num-query-groups is for a model without"),
+        ("plan llama-3-70b --gpu H200 --context 8 --kv-channels 2", "--kv-channels is for a model without a name"),
+        ("plan --calibrate a.json --kv-channels 2", "give --context"),
+        ("plan --calibrate a.json --batch 1", "--batch is for a plan"),
+        ("plan --calibrate a.json --memory-share=0.5", "--memory-share is for a plan"),
+        ("plan --calibrate a.json --tensor-model-parallel-size 2", "--tensor-model-parallel-size is for a plan"),
+        ("plan --calibrate a.json --gpus 2000", "--gpus 2000 cannot be measured: there is no GPU, and for its cores"),
+        ("plan llama-3-70b --gpu H200 --context 8 --ep 2", "--ep 2 shares out experts, and the model has none; leave"),
+        ("plan llama-3-70b --gpu H200 --context 8 --expert-tp 2", "--expert-tp 2 shares out experts, and the model"),
+        ("plan setup.py --gpu H200 --context 8", "'setup.py' is neither a checkpoint nor a config.json"),
+        (f"plan --gpu H200 --context 8 --num-layers 20000 {WIDTH}", "--num-layers 20000 is above 16384"),
+        (f"plan --gpu H200 --context 8 --num-layers 9 {WIDTH} --num-query-groups 5", "--num-query-groups 5 does not "
+         "divide --num-attention-heads 8"),
+        (f"plan --gpu H200 --context 8 --num-layers 9 {WIDTH} --num-attention-heads 7", "--hidden-size 64 is no multi"
+         "ple of --num-attention-heads 7; give the head dim as --kv-channels"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(line, message, capsys, monkeypatch):
@@ -129,6 +150,20 @@ def test_what_is_wrong_is_one_line(line, message, capsys, monkeypatch):
     error = run(line, capsys, code=1)
     assert re.search(message, error), error
     assert error.startswith("megatron-dcp plan: error: ") and error.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(capsys):
+    assert main(shlex.split("plan llama-3-70b --gpu H200 --context 8 --json /dev/full")) == 1
+    assert "error: --json /dev/full cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_absurd_sizes_take_no_longer(capsys):
+    """Nothing is counted up to them."""
+    sizes = " ".join(f"--{name} {2**31 - 1}" for name in ("context", "batch", "prefill-chunk-size", "hidden-size",
+                     "ffn-hidden-size", "num-attention-heads", "vocab-size"))  # fmt: skip
+    assert "Nothing fits" in run(f"plan --gpu H200 --gpus 4096 --num-layers 16384 {sizes}", capsys)
+    error = run(f"plan --gpu H200 --gpus 8 --tp 8 --num-layers 2 {sizes}", capsys, code=1)
+    assert "--tp 8 does not fit --num-attention-heads 2147483647" in error and error.endswith("use one of 1\n")
 
 
 @pytest.mark.parametrize(
@@ -232,3 +267,28 @@ def test_a_known_model_needs_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and "Take tp" in done.stdout, done.stderr
+
+
+def deaf(ready):
+    """As a rank is that waits in C++ for another's store."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(600)
+
+
+def test_ranks_that_do_not_listen_are_ended_by_force(monkeypatch):
+    monkeypatch.setattr(calibration, "GRACE_S", 0.0)
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=deaf, args=(ready,))
+    process.start()
+    assert ready.wait(60)
+    calibration._end([process])
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_a_rank_that_a_signal_ends_is_one_line(monkeypatch):
+    monkeypatch.setattr(calibration, "_run_rank", kill_rank_1)
+    with pytest.raises(ValueError, match="rank 1 was ended by SIGKILL; the measurement is lost"):
+        calibration.start_ranks(2, [])

@@ -134,7 +134,7 @@ def test_a_large_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_is_no_file_is_not_read(tmp_path: Path, name: str) -> None:
     os.mkdir(tmp_path / "folder.json")
     os.mkfifo(tmp_path / "pipe.json")  # reading it would wait for ever
-    with pytest.raises(ValueError, match="does not exist; write it anew" if name == "none.json" else "is no file; wri"):
+    with pytest.raises(ValueError, match="does not exist; write it with" if name == "none.json" else "is no file; wri"):
         machine(str(tmp_path / name))
 
 
