@@ -116,13 +116,18 @@ def new_parser(
     return parser
 
 
+def parameter_of(option: str) -> str:
+    """The name of an option's value in the namespace."""
+    return option.removeprefix("--").replace("-", "_")
+
+
 def options_of_parameters(parser: argparse.ArgumentParser) -> dict[str, str]:
     """The options of a command by the parameters that they set, as ``tensor_model_parallel_size``: ``--tp``.
 
     Without what describes a model, as files do too, and without a dtype, of which there are several.
     """
     names = {
-        name.removeprefix("--").replace("-", "_"): action.option_strings[0]
+        parameter_of(name): action.option_strings[0]
         for action in parser._actions
         if action.option_strings and action.nargs != 0
         for name in (*action.option_strings, action.dest)
@@ -137,7 +142,7 @@ def add_sizes(group: argparse._ActionsContainer, *options: tuple[str, str | None
         group.add_argument(
             name,
             *([long_name] if long_name else []),
-            dest=name.removeprefix("--").replace("-", "_"),
+            dest=parameter_of(name),
             type=whole(1),
             default=default,
             metavar=metavar,

@@ -43,7 +43,9 @@ def ranks_here(ranks: int | None) -> int:
         raise ValueError(f"--gpus {ranks} cannot be measured: this machine has {gpus}; leave --gpus out")
     most = MOST_PER_CORE * len(os.sched_getaffinity(0))
     if ranks is not None and gpus == 0 and ranks > most:
-        raise ValueError(f"--gpus {ranks} cannot be measured: there is no GPU, and for its cores {most} ranks are many")
+        raise ValueError(
+            f"--gpus {ranks} cannot be measured: there is no GPU, and for its cores {most} ranks are the most"
+        )
     return ranks or gpus or RANKS_ON_CPU
 
 

@@ -1,6 +1,6 @@
 """How a command fails: one line from every rank, no rank left behind, exit code 1 (130 after Ctrl-C).
 
-Where the reader of its output has left, as ``head`` does, there is no line, and the exit code is 141.
+Where the reader of its output has left, as ``head`` does, the rank that writes has no line, and the exit code is 141.
 """
 
 from __future__ import annotations

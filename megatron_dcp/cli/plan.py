@@ -101,9 +101,9 @@ def add_parser(commands: argparse._SubParsersAction) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int | None:
     """Measure if asked to; plan, print and write."""
-    args.options["world_size"] = "--gpus"  # nothing else says how many ranks a plan is for
     from megatron_dcp.planner import machine
 
+    args.options["world_size"] = "--gpus"  # nothing else says how many ranks a plan is for
     if args.calibrate is None:
         _check_outputs(args)
         _write(args, _make(args, machine(args.gpu)))
@@ -214,11 +214,7 @@ def _pins(args: argparse.Namespace) -> Pins:
 
 
 def _given_shape(args: argparse.Namespace) -> list[str]:
-    return [name for name, _ in (*_SHAPE, *_MORE_SHAPE) if getattr(args, _parameter(name)) is not None]
-
-
-def _parameter(option: str) -> str:
-    return option.removeprefix("--").replace("-", "_")
+    return [name for name, _ in (*_SHAPE, *_MORE_SHAPE) if getattr(args, arguments.parameter_of(name)) is not None]
 
 
 def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
@@ -226,7 +222,7 @@ def _model(args: argparse.Namespace) -> tuple[str, ModelConfig]:
     if args.model is None:
         if missing := [name for name, _ in _SHAPE if name not in given]:
             raise ValueError(f"give a MODEL, or its shape: {', '.join(missing)} are missing")
-        args.options.update({_parameter(name): name for name in given})  # errors shall speak of them
+        args.options.update({arguments.parameter_of(name): name for name in given})  # errors shall speak of them
         return "model", _shape(args)
     if given:
         raise ValueError(f"{given[0]} is for a model without a name; leave out {given[0]} or {args.model!r}")

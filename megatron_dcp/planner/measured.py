@@ -13,7 +13,8 @@ from megatron_dcp.planner.machine import AttentionRate, ChunkRate, CollectiveRat
 
 FORMAT = "megatron_dcp machine 1"
 MOST_BYTES = 16 << 20  # of a file that is worth reading
-_REMEDY = "write it anew with `megatron-dcp plan --calibrate FILE.json`"
+_COMMAND = "`megatron-dcp plan --calibrate FILE.json`"
+_REMEDY = f"write it anew with {_COMMAND}"
 
 
 def save_machine(machine: Machine, path: str | os.PathLike[str], about: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def load_machine(path: str | os.PathLike[str]) -> Machine:
     name = repr(os.fspath(path))
     if not os.path.isfile(path):
         what = "is no file" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"{name} {what}; {_REMEDY.replace(' anew', '')}")
+        raise ValueError(f"{name} {what}; write it with {_COMMAND}")
     try:
         content = json.loads(Path(path).read_bytes()) if os.path.getsize(path) <= MOST_BYTES else None
     except (ValueError, RecursionError):

@@ -47,7 +47,7 @@ def page_data(report: ProfileReport) -> dict[str, Any]:
                 [round(each, 4) for each in point.fill],
                 point.waiting,
                 round(point.window_held or 0.0, 4),
-            ]  # fmt: skip
+            ]
             for point in report.kv[:MAX_STEPS]
         ],
         "windows": any(point.window_held is not None for point in report.kv),

@@ -151,7 +151,7 @@ class KVPoint(NamedTuple):
     held: float
     fill: tuple[float, ...]
     waiting: int
-    window_held: float | None = None
+    window_held: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
