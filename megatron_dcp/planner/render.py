@@ -191,7 +191,7 @@ def _table(plan: Plan, rows: list[Row]) -> list[str]:
 
 def _rate(value: float, unit: str) -> str:
     """With the prefix that leaves one to three digits before the point: ``3.84 TB/s``."""
-    for factor, prefix in ((1e12, "T"), (1e9, "G")):
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G")):
         if value >= factor:
             return f"{value / factor:.3g} {prefix}{unit}"
     return f"{value / 1e6:.3g} M{unit}"

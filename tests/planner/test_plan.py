@@ -75,6 +75,11 @@ def test_a_measured_machine_has_ranks() -> None:
     assert "per rank" in text and "of a rank in use" in text and "GPU" not in text.replace(found.machine.name, "")
 
 
+def test_rates_have_the_prefix_that_leaves_few_digits() -> None:
+    assert "reached 6.4 TB/s, 1.35 PFLOP/s in bf16" in render(plan("llama-3-8b", gpu="B200", context=1024), 1)
+    assert "reached 3.84 TB/s, 593 TFLOP/s in bf16" in render(plan("llama-3-8b", context=1024), 1)
+
+
 def test_no_larger_dcp() -> None:
     found = plan("llama-3-8b", gpus=1, context=1024)
     assert advise(found).endswith("No larger dcp than 1 is among the listed configurations of 1 GPU.")
